@@ -304,11 +304,19 @@ def test_the_loop_of_the_page_follows_a_run(folder: Path, tmp_path: Path, caplog
     scorer, damaged = _at(folder, 0), tmp_path / "deltas"
     shutil.copytree(folder / "any/deltas", damaged)
     _damage(damaged / "delta_9")
-    names["follow"](scorer, damaged)
-    assert scorer.step == 6
-    assert "delta_9/tables_rank1.parquet is damaged" in caplog.text
     with pytest.raises(_SleptError):
-        names["follow"](scorer, folder / "any/deltas")
+        names["follow"](scorer, damaged)
+    assert scorer.step == 6
+    assert "the weights stay at step 6" in caplog.text
+    assert "delta_9/tables_rank1.parquet is damaged" in caplog.text
+    (damaged / "delta_9" / DELTA_MANIFEST).unlink()  # as while it is copied
+    with pytest.raises(_SleptError):
+        names["follow"](scorer, damaged)
+    assert f"{DELTA_MANIFEST} is missing" in caplog.text
+    shutil.rmtree(damaged / "delta_9")
+    shutil.copytree(_delta(folder, 9), damaged / "delta_9")
+    with pytest.raises(_SleptError):
+        names["follow"](scorer, damaged)
     assert scorer.step == 12
 
 
