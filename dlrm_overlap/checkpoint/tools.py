@@ -71,8 +71,11 @@ def export(path: Path, output: Path) -> None:
     try:
         with replacing(output) as stream:
             torch.save(content, stream)
-    except (OSError, RuntimeError) as error:  # torch.save raises RuntimeError
-        raise InputError(f"export: {output} cannot be written ({in_one_line(error):.200}); name another file") from None
+    except (OSError, RuntimeError) as error:
+        # torch.save replaces the operating system's error by a RuntimeError, which does not say that the disk is full.
+        known = next((each for each in (error, error.__context__) if isinstance(each, OSError)), None)
+        reason = known.strerror if known else f"{in_one_line(error):.200}"
+        raise InputError(f"export: {output} cannot be written ({reason}); name another file") from None
 
 
 def _check_named(path: Path) -> None:

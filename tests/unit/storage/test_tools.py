@@ -4,10 +4,12 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
+from dlrm_overlap.checkpoint.extents import Extent
 from dlrm_overlap.cli import main
 from tests.conftest import file_limit
-from tests.unit.storage.test_storage import write_table
+from tests.unit.storage.test_storage import write_new, write_table
 
 pytestmark = [pytest.mark.usefixtures("world_of_one"), pytest.mark.filterwarnings("ignore::FutureWarning")]
 
@@ -34,12 +36,15 @@ def test_says_whether_it_is_whole(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert main(["checkpoint", "verify", str(tmp_path)]) == 2
 
 
-def test_an_export_that_finds_no_room_leaves_no_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = write_table(tmp_path, [0])
+@pytest.mark.parametrize("rows", [1, 1 << 14])  # torch.save raises an error of its own for the larger one
+def test_an_export_that_finds_no_room_leaves_no_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], rows: int
+) -> None:
+    path = write_new(tmp_path, [Extent(("model", "t"), (rows,), (0,), torch.zeros(rows))])
     before = sorted(tmp_path.iterdir())
     with file_limit(1000):
         assert main(["checkpoint", "export", str(path), str(tmp_path / "x.pt")]) == 2
-    assert "x.pt cannot be written" in capsys.readouterr().err
+    assert capsys.readouterr().err.endswith("x.pt cannot be written (File too large); name another file\n")
     assert sorted(tmp_path.iterdir()) == before
 
 
