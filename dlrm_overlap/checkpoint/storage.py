@@ -164,6 +164,8 @@ def _read(path: Path, planner: DefaultLoadPlanner, manifest: Manifest | None = N
             load({}, storage_reader=Reader(path, manifest), planner=planner)
     except CheckpointException as error:
         rank, cause = _first_failure(error)
+        if not isinstance(cause, Exception):  # DCP also collects KeyboardInterrupt and SystemExit
+            raise cause from None
         if isinstance(cause, DamagedError):
             raise DamagedError(str(cause)) from None
         if isinstance(cause, InputError):

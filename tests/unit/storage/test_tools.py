@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from dlrm_overlap.checkpoint import storage
 from dlrm_overlap.checkpoint.extents import Extent
 from dlrm_overlap.cli import main
 from tests.conftest import file_limit
@@ -34,6 +35,17 @@ def test_says_whether_it_is_whole(tmp_path: Path, capsys: pytest.CaptureFixture[
         assert main(["checkpoint", "verify", str(path)]) == 1
         assert "checkpoint.json is damaged" in capsys.readouterr().err
     assert main(["checkpoint", "verify", str(tmp_path)]) == 2
+
+
+def test_one_that_is_interrupted_finds_no_damage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupt(tensor: torch.Tensor) -> bool:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(storage, "is_finite", interrupt)
+    assert main(["checkpoint", "verify", str(write_table(tmp_path, [0]))]) == 130
+    assert capsys.readouterr().err == "dlrm-overlap: interrupted\n"
 
 
 @pytest.mark.parametrize("rows", [1, 1 << 14])  # torch.save raises an error of its own for the larger one
