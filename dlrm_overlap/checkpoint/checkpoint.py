@@ -35,7 +35,7 @@ from dlrm_overlap.checkpoint.manifest import (
     write_manifest,
 )
 from dlrm_overlap.checkpoint.pieces import ChecksummedFile, DamagedError, Piece
-from dlrm_overlap.checkpoint.storage import save_extents
+from dlrm_overlap.checkpoint.storage import LackOfMemoryError, save_extents
 from dlrm_overlap.comm.every_rank import gathered, on_every_rank
 from dlrm_overlap.config import EVAL_FRACTION, Config, InputError, flatten
 from dlrm_overlap.data.batch import Dataset
@@ -335,7 +335,7 @@ class Checkpointer:
         state = model.state_dict(), optimizer.state_dict()
         try:
             load_into(model, path, local_extents(*state, cuts_of(model)), self.tick)
-        except DamagedError:
+        except (DamagedError, LackOfMemoryError):
             raise
         except InputError as error:
             raise InputError(f"checkpoint.resume: {error}; name another checkpoint") from None

@@ -46,6 +46,12 @@ from dlrm_overlap.config import InputError, PeerError, in_one_line
 _PIECE_BYTES = 1 << 26  # copied to the CPU, and read, at a time
 
 
+class LackOfMemoryError(InputError):
+    """A rank cannot load a checkpoint, which may be intact."""
+
+    cure = "free some on its machine, and try again"
+
+
 def save_extents(
     folder: Path,
     extents: Sequence[Extent],
@@ -83,6 +89,7 @@ def load_extents(path: Path, extents: Sequence[Extent], tick: Callable[[], None]
 
     Raises:
         DamagedError: on all ranks, if a file is damaged. Some extents are then filled.
+        LackOfMemoryError: on all ranks, if one has no memory left.
         InputError: on all ranks, if a tensor is missing or has another shape.
     """
     planner = _LoadPlanner(extents, tick)
@@ -120,9 +127,12 @@ def read_pieces(
 
 
 def find_faults(path: Path) -> list[str]:
+    """Return what is wrong with the tensors of a checkpoint; a LackOfMemoryError if they cannot be read for it."""
     planner = _VerifyPlanner([], lambda: None)
     try:
         _read(path, planner)
+    except LackOfMemoryError:
+        raise
     except InputError as error:
         return [str(error)]
     return [f"{path}: {name} is nan or infinite" for name in dict.fromkeys(planner.not_finite)]
@@ -171,6 +181,8 @@ def _read(path: Path, planner: DefaultLoadPlanner, manifest: Manifest | None = N
         if isinstance(cause, InputError):
             raise InputError(f"{path}: {cause}") from None
         text = f"{type(cause).__name__}: {in_one_line(cause):.200}"
+        if isinstance(cause, (MemoryError, torch.OutOfMemoryError)) or "DefaultCPUAllocator: " in text:
+            raise LackOfMemoryError(f"{path}: rank {rank} has no memory left to load it") from None
         raise DamagedError(f"{path} cannot be read by rank {rank} ({text})") from None
 
 

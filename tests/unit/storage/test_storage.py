@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from dlrm_overlap.checkpoint import storage
 from dlrm_overlap.checkpoint.checkpoint import Checkpointer
 from dlrm_overlap.checkpoint.extents import Extent, local_extents
-from dlrm_overlap.checkpoint.storage import load_extents
+from dlrm_overlap.checkpoint.storage import LackOfMemoryError, load_extents
 from dlrm_overlap.checkpoint.tools import verify
 from tests.agreement import assert_same
 from tests.conftest import file_limit, refuses
@@ -76,6 +76,21 @@ def _load(path: Path, cuts: list[int]) -> tuple[torch.Tensor, list[torch.Tensor]
     assert state[0]["bias"].tolist() == [0, 1, 2]
     assert state[1]["state"]["dense.bias"]["step"] == 7
     return torch.cat([s.tensor for s in table.local_shards()], 1), [s.tensor for s in per_row.local_shards()]
+
+
+@pytest.mark.parametrize("error", [MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory")])
+def test_a_lack_of_memory_is_no_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    """A run that resumes would go back to an earlier checkpoint, and remove the newest one at its next save."""
+
+    def fail(*_: Any) -> Any:
+        raise error
+
+    path = write_table(tmp_path, [0])
+    with pytest.raises(LackOfMemoryError, match="step_3: rank 0 has no memory left to load it"):
+        load_extents(path, local_extents(*_empty([0])), fail)
+    monkeypatch.setattr(storage, "is_finite", fail)
+    with pytest.raises(LackOfMemoryError):
+        verify(path)
 
 
 @pytest.mark.parametrize("piece_bytes", [1 << 26, 20], ids=["whole", "in pieces"])
