@@ -25,7 +25,15 @@ from dlrm_overlap.config import BelowOne, Config, FullPath, InputError, NonNegat
 from dlrm_overlap.launching import process_group
 from dlrm_overlap.launching.launcher import announced_rank, unset_empty
 from dlrm_overlap.launching.library_warnings import hide_library_warnings
-from dlrm_overlap.launching.lifetime import DISAGREEMENT, SAVED, UNSAVED, report_missing, say, unblock_signals
+from dlrm_overlap.launching.lifetime import (
+    DISAGREEMENT,
+    SAVED,
+    UNSAVED,
+    report_missing,
+    say,
+    unblock_signals,
+    unwinding_on_sigterm,
+)
 from dlrm_overlap.launching.parsing import Parser, parse_config, suggest
 from dlrm_overlap.launching.supported_versions import check_pyarrow, check_stack, check_torch
 from dlrm_overlap.launching.text_table import count_of, plain
@@ -359,7 +367,8 @@ def checkpoint(argv: list[str]) -> int:
         print(show(path))
         return 0
     if values.action == "export":
-        export(path, Path(values.output))
+        with unwinding_on_sigterm():
+            export(path, Path(values.output))
         return 0
     faults = verify(path)
     for fault in faults:
@@ -385,7 +394,7 @@ def delta(argv: list[str]) -> int:
     from dlrm_overlap.checkpoint.manifest import locate_checkpoint
 
     base = locate_checkpoint(Path(values.base), "BASE")
-    with _naming_pyarrow():
+    with _naming_pyarrow(), unwinding_on_sigterm():
         from dlrm_overlap.checkpoint.apply_deltas import apply_deltas
 
         result = apply_deltas(base, [Path(each) for each in values.deltas], Path(values.output))

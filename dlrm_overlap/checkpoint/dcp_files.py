@@ -63,7 +63,7 @@ class Writer(FileSystemWriter):
                 if tensor.untyped_storage().size() != tensor.nbytes:
                     tensor = tensor.clone()  # torch.save writes the whole storage
                 begin = file.tell()
-                _save(tensor, file)
+                save_tensors(tensor, file)
                 file.end_piece()
                 size = file.tell() - begin
                 results.append(WriteResult(item.index, size, _StorageInfo(name, begin, size)))
@@ -84,12 +84,14 @@ class _ChecksummedFiles(FileSystem):
         self.pieces[Path(path).name] = file.pieces
 
 
-def _save(tensor: torch.Tensor, file: ChecksummedFile) -> None:
+def save_tensors(content: Any, file: Any) -> None:
+    """Write `content` as `torch.save` does, but raise what the file raises: an OSError, or that it is interrupted."""
     try:
-        torch.save(tensor, file)  # type: ignore[arg-type]
-    except RuntimeError as error:  # torch.save hides the operating system's error
-        if isinstance(error.__context__, OSError):
-            raise error.__context__ from None
+        torch.save(content, file)
+    except RuntimeError as error:  # torch.save's own, in place of the file's
+        hidden = error.__context__
+        if isinstance(hidden, OSError) or not isinstance(hidden, (Exception, type(None))):
+            raise hidden from None
         raise
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from dlrm_overlap.checkpoint.manifest import ENCODING_FILES, MANIFEST, is_checkpoint, read_complete, read_manifest
 from dlrm_overlap.checkpoint.pieces import CheckedFile, DamagedError
-from dlrm_overlap.config import InputError, in_one_line
+from dlrm_overlap.config import InputError
 from dlrm_overlap.launching.files import replacing
 from dlrm_overlap.launching.text_table import plain
 
@@ -63,19 +63,15 @@ def export(path: Path, output: Path) -> None:
         raise InputError(f"export: {output} exists; name a new file")
     if faults := verify(path):
         raise InputError(f"export: {faults[0]}; export another checkpoint")
-    import torch
-
+    from dlrm_overlap.checkpoint.dcp_files import save_tensors  # loads torch
     from dlrm_overlap.checkpoint.storage import read_unsharded
 
     content = _by_name(read_unsharded(path))
     try:
         with replacing(output) as stream:
-            torch.save(content, stream)
-    except (OSError, RuntimeError) as error:
-        # torch.save replaces the operating system's error by a RuntimeError, which does not say that the disk is full.
-        known = next((each for each in (error, error.__context__) if isinstance(each, OSError)), None)
-        reason = known.strerror if known else f"{in_one_line(error):.200}"
-        raise InputError(f"export: {output} cannot be written ({reason}); name another file") from None
+            save_tensors(content, stream)
+    except OSError as error:
+        raise InputError(f"export: {output} cannot be written ({error.strerror}); name another file") from None
 
 
 def _check_named(path: Path) -> None:

@@ -1,7 +1,9 @@
 """A checkpoint and the deltas after it give the weights of the trainer, to the last bit."""
 
 import json
+import os
 import shutil
+import signal
 import sys
 from collections import Counter
 from contextlib import nullcontext
@@ -234,6 +236,19 @@ def test_a_damaged_delta_is_refused_by_name(
     (delta / file).unlink()
     assert str(delta / file) in _refused(capsys, base, delta, "--output", tmp_path / "x")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["delta_9"]
+
+
+def test_sigterm_leaves_nothing_of_the_result(runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def end(folder: Path, *_: Any) -> None:
+        assert (folder / "__0_0.distcp").exists()
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr("dlrm_overlap.checkpoint.apply_deltas.write_manifest", end)
+    delta, *_ = _chain(runs / "any", 6)
+    with pytest.raises(SystemExit) as ended:
+        main(["delta", "apply", str(runs / "any/checkpoints/step_6"), str(delta), "--output", str(tmp_path / "x")])
+    assert ended.value.code == 143
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.slow

@@ -1,6 +1,8 @@
 """The command `checkpoint`: it shows and verifies. `test_evaluation.py` exports."""
 
 import json
+import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -57,6 +59,30 @@ def test_an_export_that_finds_no_room_leaves_no_file(
     with file_limit(1000):
         assert main(["checkpoint", "export", str(path), str(tmp_path / "x.pt")]) == 2
     assert capsys.readouterr().err.endswith("x.pt cannot be written (File too large); name another file\n")
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_an_export_that_is_asked_to_end_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch.save gets the exception of the signal from the file, and raises an error of its own."""
+    path, save = write_table(tmp_path, [0]), torch.save
+    before = sorted(tmp_path.iterdir())
+
+    class Ending:
+        is_asked = False
+
+        def write(self, data: bytes) -> int:
+            if not self.is_asked:
+                self.is_asked = True
+                os.kill(os.getpid(), signal.SIGTERM)
+            return len(data)
+
+        def flush(self) -> None:
+            pass
+
+    monkeypatch.setattr(torch, "save", lambda content, _: save(content, Ending()))  # type: ignore[arg-type]
+    with pytest.raises(SystemExit) as ended:
+        main(["checkpoint", "export", str(path), str(tmp_path / "x.pt")])
+    assert ended.value.code == 143
     assert sorted(tmp_path.iterdir()) == before
 
 
