@@ -49,6 +49,8 @@ from dlrm_overlap.train.ranks import (
 
 DAMAGED = 1
 USER_ERROR = 2
+_CURES = {errno.ENAMETOOLONG: "give a shorter path", errno.EACCES: "correct its permissions, or give another path"}
+"""for errors of a path that a command did not expect"""
 
 
 def train(argv: list[str]) -> int:
@@ -359,7 +361,7 @@ def checkpoint(argv: list[str]) -> int:
         raise InputError(f"checkpoint {values.action}: OUT is for export, which needs one: name a .pt")
     from dlrm_overlap.checkpoint.manifest import locate_checkpoint, read_manifest, without_checksums
 
-    if (path / "checkpoints").is_dir():
+    if os.path.isdir(path / "checkpoints"):  # pathlib would raise if `path` may not be read
         path = locate_checkpoint(path, "checkpoint")
     from dlrm_overlap.checkpoint.tools import export, show, verify
 
@@ -443,9 +445,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except InputError as error:
         return _refuse("; ".join(filter(None, (str(error), error.cure))))
     except OSError as error:
-        if error.errno != errno.ENAMETOOLONG:
+        if error.filename is None or error.errno not in _CURES:
             raise
-        return _refuse(f"{error.filename}: {error.strerror}; give a shorter path")
+        return _refuse(f"{error.filename}: {error.strerror}; {_CURES[error.errno]}")
     except ModuleNotFoundError as error:
         if not report_missing(error):
             raise

@@ -24,6 +24,7 @@ from dlrm_overlap.checkpoint.manifest import (
     Manifest,
     check_sizes,
     is_state,
+    may_exist,
     read_manifest_file,
 )
 from dlrm_overlap.checkpoint.pieces import CheckedFile, ChecksummedFile, DamagedError, Piece
@@ -124,7 +125,7 @@ def read_delta(path: Path) -> DeltaManifest:
         DamagedError: if a file is missing or has another size, or the manifest has been changed.
         InputError: if `path` is no delta.
     """
-    if not (path / DELTA_MANIFEST).exists():
+    if not may_exist(path / DELTA_MANIFEST):
         raise InputError(
             f"delta: {path / DELTA_MANIFEST} is missing, so {path} is not a delta; give a folder delta_<N>, from the "
             f"folder deltas of a run"

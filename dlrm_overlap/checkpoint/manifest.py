@@ -198,7 +198,18 @@ def without_checksums(checkpoint: Path) -> str:
 
 def is_checkpoint(path: Path) -> bool:
     """Whether `path` is a checkpoint's folder; it may be damaged."""
-    return os.path.exists(path / MANIFEST)  # pathlib would raise if the name is too long
+    return may_exist(path / MANIFEST)
+
+
+def may_exist(path: Path) -> bool:
+    """Whether there is something at `path`, or this user may not look, as reading it then says."""
+    try:
+        os.stat(path)
+    except PermissionError:
+        return True
+    except (OSError, ValueError):  # also if the name is too long, or no file can have it
+        return False
+    return True
 
 
 def checkpoint_folders(folder: Path) -> list[Path]:

@@ -1,9 +1,11 @@
 """The command `checkpoint`: it shows and verifies. `test_evaluation.py` exports."""
 
+import errno
 import json
 import os
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -84,6 +86,33 @@ def test_an_export_that_is_asked_to_end_leaves_no_file(tmp_path: Path, monkeypat
         main(["checkpoint", "export", str(path), str(tmp_path / "x.pt")])
     assert ended.value.code == 143
     assert sorted(tmp_path.iterdir()) == before
+
+
+@pytest.mark.parametrize(
+    ("command", "reason"),
+    [
+        ("checkpoint show {path}", "{path}/checkpoint.json cannot be read (Permission denied)"),
+        ("checkpoint verify {path}", "{path}/checkpoint.json cannot be read (Permission denied)"),
+        ("predict x.csv --checkpoint {path} --output y.csv", "{path}/checkpoint.json cannot be read (Permission"),
+        ("delta apply {other} {path} --output x", "{path}/manifest.json cannot be read (Permission denied)"),
+        ("prepare table x.csv y --like {path}", "{path}/meta.json: Permission denied; correct its permissions"),
+        ("checkpoint export {other} {path}/x.pt", "{path}/x.pt: Permission denied; correct its permissions"),
+    ],
+)
+def test_what_the_user_may_not_read_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], command: str, reason: str
+) -> None:
+    path, other, stat = write_table(tmp_path, [0]), write_table(tmp_path / "other", [0]), os.stat
+
+    def refuse(file: Any, *args: Any, **options: Any) -> os.stat_result:
+        if str(file).startswith(f"{path}/"):
+            raise PermissionError(errno.EACCES, "Permission denied", str(file))
+        return stat(file, *args, **options)
+
+    monkeypatch.setattr(os, "stat", refuse)
+    assert main(command.format(path=path, other=other).split()) == (1 if "verify" in command else 2)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"dlrm-overlap: {reason.format(path=path)}")
 
 
 @pytest.mark.parametrize(
