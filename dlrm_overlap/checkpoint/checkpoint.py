@@ -9,7 +9,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
@@ -41,13 +41,20 @@ from dlrm_overlap.config import EVAL_FRACTION, Config, InputError, flatten
 from dlrm_overlap.data.batch import Dataset
 from dlrm_overlap.data.encoding import FILES, FOLDER, Encoded
 from dlrm_overlap.dense.tensor_parallel import shards_of
-from dlrm_overlap.launching.files import discard, make_folder, open_file, sync_folder, temporary_of
+from dlrm_overlap.launching.files import (
+    PARTIAL,
+    discard_at_once,
+    discard_partial,
+    make_folder,
+    open_file,
+    sync_folder,
+    temporary_of,
+)
 
 log = logging.getLogger("dlrm_overlap")
 
 _COPIED_BYTES = 1 << 24  # at a time
 _SEEN_WITHIN_S = 60.0  # network file systems may show a new file late
-_PARTIAL = ".partial_"  # prefix of a folder that is being written or removed
 _OF_TABLES = ("max_rows", "multi_hot", "zipf_alpha", "ids", "half_life", "drift")  # keys of `data.tables`
 _FREE = ("workers", "prefetch", "eval_window")  # keys of `data` that change no sample
 Loaded = TypeVar("Loaded")
@@ -259,7 +266,7 @@ class Checkpointer:
             InputError: on all ranks, if a rank cannot write; earlier checkpoints stay.
         """
         final = self.folder / f"step_{step}"
-        temporary, ranks = final.with_name(f"{_PARTIAL}{final.name}"), group or world()
+        temporary, ranks = final.with_name(f"{PARTIAL}{final.name}"), group or world()
         manifest = Manifest(
             step,
             self.shape,
@@ -274,7 +281,7 @@ class Checkpointer:
             return on_every_rank(lambda: guarded() if dist.get_rank() == 0 else None, ranks)
 
         try:
-            on_rank_0(lambda: self._remove_partial(temporary))
+            on_rank_0(lambda: discard_partial(self.folder, temporary))
             with _writing(final):
                 files = save_extents(temporary, extents, group, self.tick)
             on_rank_0(lambda: files.update(self._copy_encoding(temporary)))
@@ -284,12 +291,6 @@ class Checkpointer:
                 shutil.rmtree(temporary, ignore_errors=True)
             raise
         return final
-
-    def _remove_partial(self, temporary: Path) -> None:
-        """Remove what interrupted saves left; raise an error only if `temporary` cannot be removed."""
-        for left in self.folder.glob(f"{_PARTIAL}*"):
-            with suppress(OSError) if left != temporary else nullcontext():
-                discard(left)
 
     def _copy_encoding(self, checkpoint: Path) -> dict[str, list[Piece]]:
         if self._encoded is None:
@@ -312,14 +313,14 @@ class Checkpointer:
         written = write_manifest(temporary, replace(manifest, saved=saved))
         sync_folder(temporary)
         if os.path.lexists(final):  # an abandoned or damaged checkpoint of the same step
-            _remove(final)
+            discard_at_once(final)
         os.replace(temporary, final)
         sync_folder(self.folder)
         self._damaged.discard(final)
         others = [path for path in (*manifests, *unreadable) if path != final]
         others.sort(key=lambda path: path in self._damaged)  # remove damaged ones first
         for surplus in others[self.keep - 1 :]:
-            _remove(surplus)
+            discard_at_once(surplus)
         return written
 
     def load(self, path: Path, model: DistributedModelParallel, optimizer: CombinedOptimizer) -> int:
@@ -354,13 +355,6 @@ def _writing(final: Path) -> Iterator[None]:
             f"free disk space or repair the folder, and run again: the run resumes from the newest checkpoint, or "
             f"starts over if there is none"
         ) from None
-
-
-def _remove(path: Path) -> None:
-    removed = path.with_name(f"{_PARTIAL}removed_{path.name}")
-    os.replace(path, removed)
-    with suppress(OSError):  # the next save tries again
-        discard(removed)
 
 
 def cuts_of(model: nn.Module) -> dict[str, Cut]:

@@ -46,12 +46,11 @@ from dlrm_overlap.checkpoint.saving import require_finite
 from dlrm_overlap.checkpoint.storage import save_extents
 from dlrm_overlap.comm.every_rank import faults, gathered, on_every_rank
 from dlrm_overlap.config import Config, InputError
-from dlrm_overlap.launching.files import discard, sync_folder
+from dlrm_overlap.launching.files import PARTIAL, discard, discard_at_once, discard_partial, sync_folder
 from dlrm_overlap.launching.process_group import LAST_RESORT
 
 log = logging.getLogger("dlrm_overlap")
 
-_PARTIAL = ".partial_"  # prefix of a folder that is being written or removed
 _WRITER = "writer"
 """in `Manifest.about`: random text of the process that wrote a checkpoint or delta, if it writes deltas"""
 
@@ -126,11 +125,10 @@ class Deltas(BackgroundWrites[None]):
                 self._delta = start, delta.digest
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            for left in self.folder.glob(f"{_PARTIAL}*"):
-                discard(left)
+            discard_partial(self.folder)
             for step, path in deltas_in(self.folder).items():
                 if step > start or (step == start and self._delta is None):
-                    _remove(path)
+                    discard_at_once(path)
         except OSError as error:
             raise _unwritable(self.folder, error) from None
 
@@ -194,7 +192,7 @@ class Deltas(BackgroundWrites[None]):
         assert group is not None
         saved = checkpoint.result() if checkpoint is not None else None  # it may be removed from now on
         final = self.folder / delta_name(step)
-        temporary = final.with_name(f"{_PARTIAL}{final.name}")
+        temporary = final.with_name(f"{PARTIAL}{final.name}")
 
         def write_rows() -> Any:
             file = temporary / f"tables_rank{group.rank()}.parquet"
@@ -236,13 +234,13 @@ class Deltas(BackgroundWrites[None]):
         written = write_manifest(temporary, manifest, DELTA_MANIFEST)
         sync_folder(temporary)
         if os.path.lexists(final):
-            _remove(final)
+            discard_at_once(final)
         os.replace(temporary, final)
         sync_folder(self.folder)
         self._delta = written.step, written.digest
         if (keep := self._config.checkpoint.delta_keep) is not None:
             for surplus in list(deltas_in(self.folder).values())[:-keep]:
-                _remove(surplus)
+                discard_at_once(surplus)
 
     def close(self, error: Exception) -> None:
         if not self.ended(error):
@@ -266,12 +264,3 @@ def _unwritable(path: Path, error: OSError) -> InputError:
         f"delta: {path} cannot be written ({error.strerror or error}); earlier deltas are unchanged; free disk space "
         f"or repair the folder, and run again: the run resumes from the newest checkpoint, and its deltas go on there"
     )
-
-
-def _remove(path: Path) -> None:
-    removed = path.with_name(f"{_PARTIAL}removed_{path.name}")
-    with suppress(OSError):
-        discard(removed)
-    os.replace(path, removed)
-    with suppress(OSError):  # the next run removes it
-        discard(removed)

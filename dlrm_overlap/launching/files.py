@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import itertools
 import json
 import logging
 import os
@@ -11,7 +12,7 @@ import socket
 import stat
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -22,6 +23,7 @@ from dlrm_overlap.config import InputError
 log = logging.getLogger("dlrm_overlap")
 
 LOCK_NAME = ".lock"
+PARTIAL = ".partial_"  # prefix of a folder that is being written or removed
 _RANDOM_BYTES = 8
 _TEMPORARIES = f".*.{'[0-9a-f]' * 2 * _RANDOM_BYTES}.tmp"
 _OWNER_CHARACTERS = 200
@@ -60,6 +62,22 @@ def discard(path: Path) -> None:
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)
+
+
+def discard_at_once(path: Path) -> None:
+    """Rename `path`, so that nobody takes it, and remove it; what cannot be removed stays for `discard_partial`."""
+    names = (path.with_name(f"{PARTIAL}removed_{path.name}_{number}") for number in itertools.count())
+    removed = next(name for name in names if not os.path.lexists(name))
+    os.replace(path, removed)
+    with suppress(OSError):  # such as a file on NFS that a reader has open
+        discard(removed)
+
+
+def discard_partial(folder: Path, needed: Path | None = None) -> None:
+    """Remove what interrupted writes have left in `folder`; raise an OSError only if `needed` cannot be removed."""
+    for left in folder.glob(f"{PARTIAL}*"):
+        with suppress(OSError) if left != needed else nullcontext():
+            discard(left)
 
 
 def make_folder(folder: Path, key: str = "log.dir") -> None:

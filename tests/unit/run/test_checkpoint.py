@@ -9,12 +9,12 @@ from unittest.mock import Mock
 
 import pytest
 
-from dlrm_overlap.checkpoint import checkpoint as checkpoint_module
 from dlrm_overlap.checkpoint.checkpoint import Checkpointer, check_resume_fits, checkpoint_shape, trained_with
 from dlrm_overlap.checkpoint.manifest import MANIFEST, Manifest, newest_checkpoint, read_manifest, write_manifest
 from dlrm_overlap.checkpoint.pieces import Piece
 from dlrm_overlap.checkpoint.tools import verify
 from dlrm_overlap.config import Config
+from dlrm_overlap.launching import files as files_module
 from dlrm_overlap.observe.run_log import check_folder
 from tests.conftest import configuration, refuses
 
@@ -246,12 +246,17 @@ def test_whatever_has_the_name_of_a_save_is_replaced_by_it(tmp_path: Path) -> No
 def test_what_cannot_be_removed_does_not_keep_a_save_from_being_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Such as a file that a reader has open on NFS."""
-    (tmp_path / ".partial_removed_step_1").mkdir()
+    """Such as a file that a reader has open on NFS; also if an earlier folder of the step was not removed either."""
+    left = [tmp_path / ".partial_removed_step_3_0", tmp_path / "step_3"]
+    for folder in left:
+        folder.mkdir()
+        (folder / ".nfs1").touch()
     discard = Mock(side_effect=OSError(errno.ENOTEMPTY, "Directory not empty"))
-    monkeypatch.setattr(checkpoint_module, "discard", discard)
+    monkeypatch.setattr(files_module, "discard", discard)
     Checkpointer(tmp_path, 2, {}).write(3, [])
-    discard.assert_called_with(tmp_path / ".partial_removed_step_1")
+    removed = tmp_path / ".partial_removed_step_3_1"
+    assert [call.args for call in discard.call_args_list] == [(left[0],), (removed,)]
+    assert (removed / ".nfs1").exists()
     assert newest_checkpoint(tmp_path) == tmp_path / "step_3"
 
 

@@ -9,7 +9,16 @@ from unittest.mock import Mock
 
 import pytest
 
-from dlrm_overlap.launching.files import LOCK_NAME, hold_folder, make_folder, open_file, replacing, temporary_of
+from dlrm_overlap.launching import files
+from dlrm_overlap.launching.files import (
+    LOCK_NAME,
+    discard_partial,
+    hold_folder,
+    make_folder,
+    open_file,
+    replacing,
+    temporary_of,
+)
 from dlrm_overlap.observe.run_folder import hold_run_folder
 from tests.conftest import NO_FILES, ROOT, refuses
 
@@ -81,6 +90,16 @@ def test_what_a_killed_process_left_is_removed_and_nothing_else(tmp_path: Path, 
     with hold_run_folder(tmp_path):
         assert not left.exists()
     assert all(file.exists() for file in mine)
+
+
+def test_only_what_a_write_needs_must_be_removable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So a delta's folder that a reader has open on NFS does not keep a run from starting."""
+    (tmp_path / ".partial_delta_1").mkdir()
+    monkeypatch.setattr(files, "discard", Mock(side_effect=OSError(errno.ENOTEMPTY, "Directory not empty")))
+    discard_partial(tmp_path)
+    discard_partial(tmp_path, tmp_path / ".partial_delta_2")
+    with pytest.raises(OSError, match="not empty"):
+        discard_partial(tmp_path, tmp_path / ".partial_delta_1")
 
 
 def test_a_link_to_a_disk_that_is_not_mounted_is_named(tmp_path: Path) -> None:
