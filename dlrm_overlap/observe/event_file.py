@@ -4,6 +4,7 @@ The caller's thread writes it. TensorBoard's own writer has a thread that ends f
 """
 
 import os
+import re
 import socket
 import time
 from collections.abc import Mapping
@@ -17,6 +18,8 @@ from torch.utils.tensorboard.summary import text
 
 from dlrm_overlap.observe.result_files import append
 
+_PREFIX = "events.out.tfevents."
+
 
 class EventFile:
     """A new event file. If the disk is full, a method raises an OSError, and the file keeps the earlier events."""
@@ -26,7 +29,9 @@ class EventFile:
 
         If the run `evaluates` the state after this step again, those of this step are hidden, too.
         """
-        name = f"events.out.tfevents.{int(time.time()):010}.{socket.gethostname()}.{os.getpid()}.0"
+        # TensorBoard reads files in the order of their names, so later than all, even if the clock has gone back.
+        number = max([int(time.time()), *(earlier + 1 for earlier in _numbers(folder))])
+        name = f"{_PREFIX}{number:010}.{socket.gethostname()}.{os.getpid()}.0"
         self._file = (folder / name).open("ab", buffering=0)
         self._records = RecordWriter(self)
         self._add(file_version="brain.Event:2")
@@ -49,3 +54,9 @@ class EventFile:
 
     def close(self) -> None:
         self._file.close()
+
+
+def _numbers(folder: Path) -> list[int]:
+    """Return the times in the names of event files in `folder`, as seconds since 1970."""
+    times = (path.name.removeprefix(_PREFIX).partition(".")[0] for path in folder.glob(f"{_PREFIX}*"))
+    return [int(each) for each in times if re.fullmatch("[0-9]{10}", each)]

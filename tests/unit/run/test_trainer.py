@@ -429,6 +429,16 @@ def test_an_evaluation_that_is_repeated_when_a_run_resumes_is_logged_once(tmp_pa
     assert "step" not in shown.Tags()["scalars"]
 
 
+def test_tensorboard_shows_a_run_that_resumes_while_the_clock_is_behind(tmp_path: Path) -> None:
+    _fit(tmp_path, *SAVES, *BOARD)
+    (earlier,) = (tmp_path / "run").glob("events.out.tfevents.*")
+    earlier.rename(earlier.with_name("events.out.tfevents.9000000000.machine.1.0"))
+    _fit(tmp_path, *SAVES, *BOARD, "--train.steps", "6")
+    shown = EventAccumulator(str(tmp_path / "run"))
+    shown.Reload()
+    assert [event.step for event in shown.Scalars("train/loss")] == [1, 2, 3, 4, 5, 6]
+
+
 def test_a_run_that_reached_its_target_is_finished(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     early = ["--train.eval_every", "2", "--train.target_auroc"]
     assert _fit(tmp_path, *SAVES, *early, "0.01")["steps"] == 2
