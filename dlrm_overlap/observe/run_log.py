@@ -121,14 +121,19 @@ class RunLog:
         write_atomically(folder / "config.yaml", resolved)
         note_job(folder, config)
         self._metrics = MetricsFile(folder / "metrics.jsonl", start, evaluates_first)
+        # The line of the training up to `start`, where this run may train nothing more.
+        records = read_records(folder / "metrics.jsonl") if evaluates_first else []
+        trained = [record for record in records if record["step"] == start]
+        losses = [float(record["train/loss"]) for record in trained if is_number(record.get("train/loss"))]
+        self.loss = losses[-1] if losses else math.nan
         if asked and not self._tracer:
             self._warn_of_no_trace("resumes later" if start >= asked.start else f"ends after step {end}")
         if config.log.tensorboard:
             try:
                 self._board = EventFile(folder, start, evaluates_first)
-                for record in read_records(folder / "metrics.jsonl") if evaluates_first else []:
-                    if record.pop("step") == start:  # of this step's training
-                        self._board.add_scalars(start, {key: record[key] for key in record if is_number(record[key])})
+                for record in trained:
+                    numbers = {key: record[key] for key in record if key != "step" and is_number(record[key])}
+                    self._board.add_scalars(start, numbers)
                 self._board.add_text("config", f"```yaml\n{resolved}```")
                 self._board.add_text("plan", f"```\n{plan}\n```")
             except OSError as error:
@@ -267,7 +272,7 @@ class RunLog:
             **({"eval_windows": windows} if windows else {}),
             "samples_per_s": self.global_batch * 1e3 * len(times) / sum(times) if times else math.nan,
             **{f"step_ms_p{percent}": quantile(times, percent / 100) for percent in (10, 50, 90, 95)},
-            "input_wait_ms": self.waited_s * 1e3 / max(1, len(self.step_ms)),
+            "input_wait_ms": self.waited_s * 1e3 / len(self.step_ms) if self.step_ms else math.nan,
             "peak_memory_bytes": int(memory.item()),
             "backend": self.backend,
             "world_size": self.world.world_size,
