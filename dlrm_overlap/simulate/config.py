@@ -140,6 +140,11 @@ class SimulateConfig(Config):
                 f"embedding.memory: {memory}, but the simulator has all tables in GPU memory; take gpu and, if they do "
                 f"not fit, data.tables.max_rows or more ranks"
             )
+        if self.embedding.nodes != AUTO:
+            raise InputError(
+                f"embedding.nodes: {self.embedding.nodes} splits a run's ranks, but a simulation has the nodes of "
+                f"network.nodes, {self.network.nodes}; set --network.nodes, and leave --embedding.nodes auto"
+            )
         if self.what != "step":
             return
         if self.train.precision != "bf16":

@@ -110,6 +110,7 @@ def test_equal_tables_must_fit(capsys: pytest.CaptureFixture[str]) -> None:
         (["--model.top_parallel", "tensor"], "model.top_parallel: tensor, but the simulator has no model"),
         (["--vary", "embedding.memory=gpu,cached"], "embedding.memory: cached, but the simulator has all tables in"),
         (["--what", "stage", "--embedding.memory", "auto"], "embedding.memory: auto, but the simulator has all tables"),
+        (["--vary", "embedding.nodes=2,4"], "embedding.nodes: 2 splits a run's ranks, but a simulation has"),
         (["--train.global_batch_size", "7"], "do not divide by 4 ranks"),
         (["--vary", "network.nodes"], "network.nodes"),
         (["--vary", "network.nodes=1,2", "--vary", "network.nodes=4"], "--vary: network.nodes is given twice"),
