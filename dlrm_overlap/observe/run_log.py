@@ -238,7 +238,8 @@ class RunLog:
         """Return ", 9 s left", from the mean of the last steps, evaluations and saves aside; "" after the last step."""
         if step >= self.end:
             return ""
-        at_most = "at most " if self.config.train.target_auroc else ""
+        train = self.config.train
+        at_most = "at most " if train.target_auroc and train.eval_every else ""
         return f", {at_most}{duration((self.end - step) * mean_ms / 1e3)} left"
 
     def evaluation(

@@ -152,6 +152,12 @@ class Trainer(StepRunner):
             return summary
         every_eval, every_save = self.config.train.eval_every, self.config.checkpoint.every
         save_last, is_over = self.config.checkpoint.last, False
+        if self.config.train.target_auroc and not every_eval and self.world.rank == 0:
+            log.warning(
+                "train.target_auroc: %s stops nothing, as train.eval_every 0 evaluates after the last step only; set "
+                "train.eval_every, or train.target_auroc 0",
+                self.config.train.target_auroc,
+            )
         self.saves.prepare(self.world.local_world_size)
         self._prepare_deltas()
         every_delta = self.config.checkpoint.delta_every

@@ -457,6 +457,13 @@ def test_an_auroc_that_is_undefined_reaches_no_target(tmp_path: Path) -> None:
     assert summary["steps"] == 4
 
 
+def test_a_target_that_no_evaluation_can_reach_early_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    target = ["--train.target_auroc", "0.01", "--log.every", "2", "--train.eval_every", "0"]
+    assert _fit(tmp_path, *target)["steps"] == 4
+    assert "train.target_auroc: 0.01 stops nothing, as train.eval_every 0 evaluates after" in caplog.text
+    assert "at most" not in caplog.text
+
+
 def test_a_run_that_ended_before_its_results_evaluates(tmp_path: Path) -> None:
     first = _fit(tmp_path, *SAVES)
     (tmp_path / "run" / "summary.json").unlink()
