@@ -133,7 +133,7 @@ class TablesConfig:
     max_rows: PositiveInt | None = None
     """upper limit of every table's rows; Criteo's ids are taken modulo this"""
     multi_hot: PositiveInt | str | list[PositiveInt | str] = 1
-    """ids per bag: a number such as 3, or '0..8' for a uniform range, where 0 gives empty bags"""
+    """synthetic: ids per bag, a number such as 3, or '0..8' for a uniform range, where 0 gives empty bags"""
     zipf_alpha: NonNegativeFloat | list[NonNegativeFloat] = 1.05
     """skew of the synthetic ids, P(k-th row) ~ 1/k^alpha; 0 is uniform"""
     ids: IdKind | list[IdKind] = "rows"
@@ -448,7 +448,8 @@ class EmbeddingConfig:
     memory: Memory | list[Memory] = "gpu"
     """where a table's rows and optimizer states are kept; one value, or one per table. gpu: in GPU memory. cached: in
     host memory, with a cache on the GPU that is filled one step ahead (pgas, fused with pipeline graph; torchrec by
-    FBGEMM, but for tables of any id). auto: caches the largest tables until the others fit"""
+    FBGEMM, but for tables of any id). auto: caches the largest tables until the others fit. On CPUs all tables are in
+    host memory"""
     cache_fraction: Share = 0.2
     """cached tables: fraction of the rows that the GPU's cache holds; with pgas and fused at least the ids of two
     steps"""
