@@ -265,7 +265,7 @@ def _suggest_option(name: str, known: Sequence[str]) -> str:
 
 
 class Parser(ArgumentParser):
-    """Argument parser that reports mistakes in one line, and knows types such as `PositiveInt | None`."""
+    """Argument parser: a mistake is one line, types may be as `PositiveInt | None`, and the help has the defaults."""
 
     def __init__(self, prog: str, description: str, usage: str | None = None) -> None:
         super().__init__(prog, usage, description, allow_abbrev=False)
@@ -273,6 +273,10 @@ class Parser(ArgumentParser):
     def add_argument(self, *names: Any, **settings: Any) -> Any:
         if "type" in settings:
             settings["type"] = _option_of(settings["type"])
+        if (default := settings.get("default")) not in (None, [], SUPPRESS):
+            is_all = default == settings.get("choices")
+            shown = "all" if is_all else " ".join(map(str, default if isinstance(default, list) else [default]))
+            settings["help"] += f" (default {shown})"
         return super().add_argument(*names, **settings)
 
     def read(self, argv: Sequence[str]) -> Any:

@@ -41,7 +41,7 @@ def run(argv: list[str], description: str) -> int:
     parser.add_argument("--output", type=FullPath, required=True, help=text)
     text = "column of TABLE to copy to the output, such as a key"
     parser.add_argument("--key", type=str, action="append", default=[], help=text)
-    parser.add_argument("--nproc", type=PositiveInt, default=1, help="number of processes (default 1)")
+    parser.add_argument("--nproc", type=PositiveInt, default=1, help="number of processes")
     values = parser.read(argv)
     path, output = locate_checkpoint(Path(values.checkpoint), _OPTION), Path(values.output)
     if output.suffix.lower() not in _FORMATS:

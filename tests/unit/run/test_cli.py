@@ -161,6 +161,23 @@ def test_help_tells_what_every_key_means(monkeypatch: pytest.MonkeyPatch, capsys
     assert "--checkpoint PATH" in _help(capsys, "eval", "--help")
 
 
+@pytest.mark.parametrize(
+    ("command", "text"),
+    [
+        ("compare", "that counts as agreement (default 0.0001)"),
+        ("compare", "(default torchrec pgas fused)"),
+        ("bench stage", "CSV file to append the rows to (default runs/bench/stage.csv)"),
+        ("bench all", "gemm (default all)"),
+        ("predict", "number of processes (default 1)"),
+    ],
+)
+def test_help_tells_the_default_of_an_option(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], command: str, text: str
+) -> None:
+    monkeypatch.setenv("COLUMNS", "10000")
+    assert text in _help(capsys, *command.split(), "--help")
+
+
 def test_the_version_is_the_declared_one(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     declared = tomllib.loads(Path("pyproject.toml").read_text())["project"]["version"]
     assert main(["--version"]) == 0
