@@ -21,6 +21,7 @@ from typing import Annotated, Any, Literal, NamedTuple, NoReturn, TypeVar, Union
 import yaml
 
 from dlrm_overlap.config import RENAMED_KEYS, RENAMED_VALUES, FullPath, InputError, in_one_line
+from dlrm_overlap.launching.launcher import LAUNCHER_PID, announced_rank
 
 Sections = TypeVar("Sections")
 log = logging.getLogger("dlrm_overlap")
@@ -157,7 +158,7 @@ def new_name(key: str) -> str:
     """Return the current name of a key; warns if it was renamed."""
     if key not in RENAMED_KEYS:
         return key
-    log.warning("%s is deprecated; use %s", key, RENAMED_KEYS[key])
+    _warn_of_earlier_name(key, RENAMED_KEYS[key])
     return RENAMED_KEYS[key]
 
 
@@ -166,8 +167,13 @@ def new_value(key: str, value: Any) -> Any:
     names = RENAMED_VALUES.get(key, {})
     if not isinstance(value, str) or value not in names:
         return value
-    log.warning("%s: %s is deprecated; use %s", key, value, names[value])
+    _warn_of_earlier_name(f"{key}: {value}", names[value])
     return names[value]
+
+
+def _warn_of_earlier_name(earlier: str, name: str) -> None:
+    if announced_rank() in (None, 0) and LAUNCHER_PID not in os.environ:  # the launcher of --nproc has read the same
+        log.warning("%s is deprecated; use %s", earlier, name)
 
 
 def with_new_names(argv: Sequence[str]) -> list[str]:

@@ -14,6 +14,7 @@ from dlrm_overlap.config import (
     TrainConfig,
     parse_multi_hot,
 )
+from dlrm_overlap.launching.launcher import LAUNCHER_PID
 from dlrm_overlap.train.model import build_model
 from tests.conftest import configuration, refuses
 
@@ -206,3 +207,12 @@ def test_names_of_earlier_versions_are_accepted_with_a_warning(
     ]
     configuration("--config", "quickstart", "--embedding.put", "in_place")
     assert caplog.messages[-1] == "embedding.put: in_place is deprecated; use direct"
+
+
+@pytest.mark.parametrize(("variable", "value", "lines"), [("RANK", "0", 1), ("RANK", "1", 0), (LAUNCHER_PID, "1", 0)])
+def test_one_process_warns_of_a_name_of_an_earlier_version(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, variable: str, value: str, lines: int
+) -> None:
+    monkeypatch.setenv(variable, value)
+    assert configuration("--config", "quickstart", "--embedding.hosts", "2").embedding.nodes == 2
+    assert len(caplog.messages) == lines
