@@ -38,7 +38,7 @@ def run(kind: str, ranks: Ranks) -> int:
         "kind": kind,
         "backend": trainer.embedding.backend,
         **describe(replace(config, embedding=trainer.embedding), world_size),
-        "eval_samples": config.data.eval_samples,
+        "eval_samples": trainer.held_out_data.num_samples,
         "step_ms": summary["step_ms_p50"],
         "samples_per_s_per_gpu": trainer.samples_per_rank / summary["step_ms_p50"] * 1e3,
         "evaluations_s": sum(evaluations_s),
