@@ -1,6 +1,7 @@
 """The launcher of `--nproc`."""
 
 import contextlib
+import math
 import os
 import signal
 import subprocess
@@ -17,6 +18,7 @@ from dlrm_overlap.launching.lifetime import ENDED_AT_ONCE, SAVED, UNSAVED, block
 # Forwarded to the ranks, which may save before they end.
 _FORWARDED = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGINT)
 _POLL_S = 0.05
+_LEFT_S = 60.0  # all ranks save together, so others end at once after the first, unless they are stopped or never met
 _USER_ERROR = 2
 _REASONS = {
     signal.SIGKILL: "most often by the kernel's out-of-memory killer, see `dmesg`",
@@ -28,8 +30,9 @@ def spawn(argv: Sequence[str], nproc: int) -> int:
     """Run `python -m dlrm_overlap ARGV` as `nproc` ranks on this machine; return the first failing exit code, or 0.
 
     If a rank fails, the others are killed, and standard error names it. SIGUSR1 is forwarded to the ranks, and SIGTERM,
-    SIGHUP and SIGINT as SIGTERM, so that ranks may save. A second signal, unless it is another SIGHUP, ends all ranks
-    at once. The exit code after a signal is the ranks' if it is `lifetime.SAVED` or `UNSAVED`, else 128 + signal.
+    SIGHUP and SIGINT as SIGTERM, so that ranks may save. A rank that is left a minute after another one has ended so
+    is killed. A second signal, unless it is another SIGHUP, ends all ranks at once. The exit code after a signal is the
+    ranks' if it is `lifetime.SAVED` or `UNSAVED`, else 128 + signal.
 
     Ranks lead process groups, so their loader processes end with them, and Linux kills ranks whose launcher is killed.
     Call it in the main thread. Raises `InputError` inside another launcher of several processes.
@@ -67,7 +70,7 @@ def spawn(argv: Sequence[str], nproc: int) -> int:
 
 
 def _wait(workers: Sequence[subprocess.Popen[bytes]], caught: Sequence[int]) -> int:
-    is_forwarded = False
+    is_forwarded, first_end_s = False, math.inf
     while True:
         codes = [worker.poll() for worker in workers]
         failed = [(code, rank) for rank, code in enumerate(codes) if code not in (None, 0, SAVED, UNSAVED)]
@@ -77,8 +80,15 @@ def _wait(workers: Sequence[subprocess.Popen[bytes]], caught: Sequence[int]) -> 
             code, rank = min(failed)  # killed by a signal: below 0, and probably the cause of other failures
             _report(rank, workers[rank].pid, code)
             return code if code > 0 else 128 - code
+        ended = next((code for code in (UNSAVED, SAVED) if code in codes), 0)
         if None not in codes:
-            return next((code for code in (UNSAVED, SAVED) if code in codes), 0)
+            return ended
+        if ended:
+            first_end_s = min(first_end_s, time.monotonic())
+            if time.monotonic() - first_end_s > _LEFT_S:
+                left = codes.index(None)
+                say(f"dlrm-overlap: rank {left} (pid {workers[left].pid}) has not ended with the others, and is killed")
+                return ended
         if len(caught) > 1:
             if signal.SIGINT in caught:  # same message as without --nproc
                 say(f"dlrm-overlap: {ENDED_AT_ONCE}")

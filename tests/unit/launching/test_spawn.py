@@ -193,6 +193,16 @@ class TestSpawn:
         assert parent.wait(20) == code
         assert_gone(started)
 
+    def test_a_rank_that_does_not_end_with_the_others_is_killed(self, worker: Path, tmp_path: Path) -> None:
+        pids, soon = tmp_path / "pids", "import dlrm_overlap.launching.spawn as spawning; spawning._LEFT_S = 0.3; "
+        options = ["0:saves", "1:stubborn", f"all:pids:{pids}", "all:hang"]
+        parent = launcher_of(worker, signal.SIGTERM, *options, before=soon, stderr=subprocess.PIPE)
+        started = wait_for_pids(pids, 2)
+        parent.send_signal(signal.SIGTERM)
+        assert "rank 1 (pid " in parent.communicate(timeout=20)[1].decode()
+        assert parent.returncode == SAVED
+        assert_gone(started)
+
     @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP])
     def test_a_launcher_that_is_asked_before_it_starts_a_rank_starts_none(
         self, worker: Path, capfd: pytest.CaptureFixture[str], number: signal.Signals
