@@ -11,7 +11,7 @@ from dlrm_overlap.launching.lifetime import say
 
 
 def open_streams() -> None:
-    """Replace closed standard streams by `/dev/null`, and ignore failures to write to the others."""
+    """Replace closed standard streams by `/dev/null`, and ignore failures to write to, or encode for, the others."""
     for descriptor in range(3):
         try:
             os.fstat(descriptor)
@@ -24,6 +24,8 @@ def _wrap(descriptor: int, stream: TextIO | Any) -> TextIO:
     """Return a stream that writes to `descriptor` in the manner of `stream` (None if closed), and never fails."""
     names = ("encoding", "errors", "line_buffering", "write_through")
     as_before = {name: getattr(stream, name) for name in names if hasattr(stream, name)}
+    if as_before.get("errors") == "strict":  # a name that the encoding lacks would end a command that is done
+        as_before["errors"] = "backslashreplace"
     if as_before.get("write_through"):  # PYTHONUNBUFFERED, which turns line buffering off: the buffer below has lines
         as_before["line_buffering"] = True
     return io.TextIOWrapper(io.BufferedWriter(_Output(descriptor, "w", closefd=False)), **as_before)

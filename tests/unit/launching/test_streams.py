@@ -76,6 +76,16 @@ os.write(2, b"second\\n")
     assert _shell("", "-c", program, PYTHONUNBUFFERED=unbuffered).stderr == "first\nsecond\n"
 
 
+def test_a_name_that_the_encoding_lacks_is_shown_in_escapes() -> None:
+    program = """
+from dlrm_overlap.launching.streams import open_streams
+open_streams()
+print("runs/\\u2603")
+"""
+    done = _shell("", "-c", program, PYTHONIOENCODING="ascii")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "runs/\\u2603\n", "")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("nproc", "broken"), [(1, ">/dev/full 2>&1"), (2, "<&- >&- 2>&-")])
 def test_a_training_ends_well_though_nobody_gets_its_output(tmp_path: Path, nproc: int, broken: str) -> None:
