@@ -30,6 +30,7 @@ _CONFIGS = Path(__file__).parents[1] / "configs"
 _MAX_SHOWN = 200  # characters of a value
 # Raised by PyYAML if a text is not YAML, or a tag's value is wrong, as in `!!int ''`.
 NOT_YAML = (yaml.YAMLError, ValueError, LookupError, AttributeError, TypeError, RecursionError)
+_NULLS = ("null", "Null", "NULL", "~")  # in YAML
 # Key of a file -> option that replaces it, since both give the samples of a step.
 _REPLACED_BY = {"train.global_batch_size": "train.batch_size"}
 # What other programs call a key.
@@ -109,6 +110,8 @@ def _option_of(kind: Any) -> Callable[[str], Any]:
         value: Any = text
         with contextlib.suppress(*NOT_YAML):
             value = yaml.safe_load(text) if text else text
+        if value is None and text.strip() not in _NULLS:  # such as "#1", which is a comment
+            value = text
         try:
             return convert(kind, value, text)
         except ValueError:

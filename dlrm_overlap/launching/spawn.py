@@ -18,7 +18,7 @@ from dlrm_overlap.launching.lifetime import ENDED_AT_ONCE, SAVED, UNSAVED, block
 # Forwarded to the ranks, which may save before they end.
 _FORWARDED = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGINT)
 _POLL_S = 0.05
-_LEFT_S = 60.0  # all ranks save together, so others end at once after the first, unless they are stopped or never met
+_LEFT_S = 300.0  # ranks save together, so others end soon after the first, unless they are stopped or never met
 _USER_ERROR = 2
 _REASONS = {
     signal.SIGKILL: "most often by the kernel's out-of-memory killer, see `dmesg`",
@@ -30,8 +30,8 @@ def spawn(argv: Sequence[str], nproc: int) -> int:
     """Run `python -m dlrm_overlap ARGV` as `nproc` ranks on this machine; return the first failing exit code, or 0.
 
     If a rank fails, the others are killed, and standard error names it. SIGUSR1 is forwarded to the ranks, and SIGTERM,
-    SIGHUP and SIGINT as SIGTERM, so that ranks may save. A rank that is left a minute after another one has ended so
-    is killed. A second signal, unless it is another SIGHUP, ends all ranks at once. The exit code after a signal is the
+    SIGHUP and SIGINT as SIGTERM, so that ranks may save. A rank that is left five minutes after another one has
+    ended so is killed. A second signal, unless it is another SIGHUP, ends all ranks at once. The exit code after a signal is the
     ranks' if it is `lifetime.SAVED` or `UNSAVED`, else 128 + signal.
 
     Ranks lead process groups, so their loader processes end with them, and Linux kills ranks whose launcher is killed.

@@ -188,6 +188,11 @@ def test_the_wire_has_the_dense_parts_type_unless_it_is_told_another() -> None:
     assert resolved("torchrec", "fp16") == ["fp16"] * 3
 
 
+@pytest.mark.parametrize(("text", "name"), [("null", None), ("~", None), ("#1", "#1"), ("7", "7"), ("a #1", "a #1")])
+def test_a_name_on_the_command_line_is_not_a_comment_of_yaml(text: str, name: str | None) -> None:
+    assert configuration("--config", "quickstart", "--log.name", text).log.name == name
+
+
 def test_names_of_earlier_versions_are_accepted_with_a_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
