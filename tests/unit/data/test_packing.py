@@ -4,6 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -11,8 +12,10 @@ from dlrm_overlap.cli import main
 from dlrm_overlap.config import DataConfig, TablesConfig
 from dlrm_overlap.data import prepare
 from dlrm_overlap.data.batch import Batch
+from dlrm_overlap.data.day import Day
 from dlrm_overlap.data.loader import open_datasets
 from dlrm_overlap.data.prepared import Prepared
+from dlrm_overlap.data.records import Packed
 from tests.agreement import assert_same_samples
 
 FIXED = TablesConfig(rows=[3, 300, 70_000, 20_000_000], multi_hot=[1, 3, 2, 1])
@@ -57,6 +60,18 @@ def test_a_record_has_no_byte_that_its_table_does_not_need(tmp_path: Path) -> No
     assert data.packed.record_bytes == 3 * 4 + 1 + (1 + 3 * 2 + 2 * 3 + 4)
 
 
+def test_an_id_takes_the_bytes_of_its_tables_last_row(tmp_path: Path) -> None:
+    """On both sides of the powers of 256."""
+    tables = TablesConfig(rows=[256, 257, 1 << 16, (1 << 16) + 1, 1 << 24, (1 << 24) + 1])
+    widths = [1, 2, 2, 3, 3, 4]
+    layout = Prepared(packed(tmp_path, tables).path or "", TablesConfig()).packed
+    assert [field.width for field in layout.fields()[2:]] == widths
+    last = np.array(layout.rows) - 1
+    day = Day("last rows", np.zeros((1, 1)), np.zeros((1, 3)), [each.reshape(1, 1) for each in last])
+    unpacked = [Packed(layout.pack(day), field)[:1].item() for field in layout.fields()[2:]]
+    assert unpacked == last.tolist()
+
+
 def test_endless_samples_need_a_number(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     command = ["prepare", "samples", str(tmp_path / "out"), "--data.tables.rows", "9", "--data.tables.count", "2"]
     command += ["--train.steps", "1"]
@@ -84,6 +99,15 @@ def test_samples_are_shuffled_in_windows(tmp_path: Path, tables: TablesConfig) -
     assert_same_samples(Batch.join([data.read(i, 40) for i in range(0, 2 * SAMPLES, 40)]), whole)
     if data.packed is not None:
         assert torch.equal(data.records(90, 40), torch.cat([data.records(i, 1) for i in range(90, 130)]))
+
+
+def test_windows_are_shuffled_from_the_first_sample_of_training_on(tmp_path: Path) -> None:
+    config = packed(tmp_path)
+    plain, _ = open_datasets(config)
+    data, _ = open_datasets(replace(config, shuffle=24, train_from=30))
+    found = [find(plain, data.read(i, 1)) for i in range(SAMPLES - 30)]
+    for first in (0, 24, 48):
+        assert sorted(found[first : first + 24]) == list(range(30 + first, min(54 + first, SAMPLES)))
 
 
 def find(data: Any, batch: Batch) -> int:

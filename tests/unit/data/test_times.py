@@ -12,6 +12,7 @@ from pyarrow import parquet
 
 from dlrm_overlap.cli import main
 from dlrm_overlap.config import Config, DataConfig, InputError, TablesConfig
+from dlrm_overlap.data import prepare as data_prepare
 from dlrm_overlap.data.columns import Column, Missing
 from dlrm_overlap.data.days import Days
 from dlrm_overlap.data.loader import open_datasets, warnings_of_time
@@ -185,6 +186,14 @@ def test_samples_that_are_not_in_order_are_said(tmp_path: Path) -> None:
     assert second.startswith("evaluation begins at 2026-11-20 02:00:00, before training ends at 2026-11-20 08:00:00")
     train, _ = opened(tmp_path / "days", eval_from="2026-11-20 08:00")
     assert train.num_samples == 10, "up to the first sample of that time"
+
+
+def test_samples_are_compared_with_all_earlier_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The newest sample is in the first of four blocks that are written."""
+    prepare(tmp_path, [*HOURS[:10], HOURS[50], *HOURS[10:50], *HOURS[51:]])
+    monkeypatch.setattr(data_prepare, "_BATCH", 16)
+    config = DataConfig(kind="prepared", path=str(tmp_path / "days"), workers=0)
+    assert data_prepare.prepare_samples(config, tmp_path / "packed", None).unordered == 40
 
 
 def test_an_earlier_table_to_evaluate_on_is_said(tmp_path: Path) -> None:

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from dlrm_overlap.observe.metrics import RunningMetrics, StepTimer, evaluation_metrics
+from dlrm_overlap.observe.metrics import RunningMetrics, StepTimer, evaluation_metrics, gather_predictions
 from dlrm_overlap.observe.result_files import MetricsFile, read_records, read_summary, remove, set_aside
 from dlrm_overlap.train.model import Loss
 from tests.conftest import file_limit, refuses
@@ -81,6 +82,23 @@ def test_metrics_of_several_labels_are_means_and_the_weighted_sum_of_losses() ->
     for key in ("auroc", "ne", "calibration", "accuracy"):
         assert found[key] == pytest.approx((each[0][key] + each[1][key]) / 2)
         assert [found[f"{key}/a"], found[f"{key}/b"]] == [metrics[key] for metrics in each]
+
+
+@pytest.mark.parametrize("labels", [1, 2])
+def test_predictions_are_gathered_in_the_order_of_the_samples(labels: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 12 samples in 3 global batches, rank 0 of 2 has 0 1, 4 5 and 8 9."""
+    samples = torch.arange(12.0 * labels).view(12, labels) if labels > 1 else torch.arange(12.0)
+    ranks = [samples[[0, 1, 4, 5, 8, 9]], samples[[2, 3, 6, 7, 10, 11]]]
+
+    def all_gather(into: list[torch.Tensor], local: torch.Tensor) -> None:
+        assert torch.equal(local, torch.stack([ranks[1], -ranks[1]]))
+        for one, of_rank in zip(into, ranks, strict=True):
+            one.copy_(torch.stack([of_rank, -of_rank]))
+
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(dist, "all_gather", all_gather)
+    found = gather_predictions(ranks[1], -ranks[1], batch_size=2)
+    assert torch.equal(torch.stack(found), torch.stack([samples, -samples]))
 
 
 def test_step_timer_gives_each_step_once() -> None:

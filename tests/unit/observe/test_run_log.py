@@ -54,3 +54,19 @@ def test_the_input_wait_is_of_the_rank_that_waited_longest_since_the_last_line(
         run_log.training(step, torch.zeros(()), [1000.0] * 10, waited_s, 1.0, {})
     assert [line["speed/input_wait_ms"] for line in lines] == [500.0, 300.0]
     assert run_log.waited_s == 8.0
+
+
+def test_the_loss_of_a_line_is_the_mean_over_its_steps_and_the_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last line of a run, or one before an evaluation, may have fewer steps than log.every."""
+    lines = list[dict[str, float]]()
+    monkeypatch.setattr(dist, "all_reduce", lambda tensor, op=None: tensor.mul_(2 if op is None else 1))
+    monkeypatch.setattr(RunLog, "_write", lambda self, step, values: lines.append(values))
+    config = configuration("--config", "quickstart", "--log.every", "10")
+    world = World(1, 1, 2, 2, "127.0.0.1", 29500, "nproc")
+    run_log = RunLog(config, world, torch.device("cpu"), tmp_path, 0, 13, Mock(), "torchrec")
+    for step, steps, loss_sum in ((10, 10, 5.0), (13, 3, 0.75)):
+        run_log.training(step, torch.tensor(loss_sum), [1000.0] * steps, 0.0, 1.0, {})
+    assert [line["train/loss"] for line in lines] == [0.5, 0.25]
+    assert run_log.loss == 0.25, "of the summary"
