@@ -1,13 +1,17 @@
 """The rows of a delta in their file."""
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import Mock
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
 
-from dlrm_overlap.checkpoint import delta_files
+from dlrm_overlap.checkpoint import apply_deltas, delta_files, row_changes
+from dlrm_overlap.checkpoint.apply_deltas import apply
 from dlrm_overlap.checkpoint.delta_files import (
     EVICT,
     UPDATE,
@@ -18,7 +22,12 @@ from dlrm_overlap.checkpoint.delta_files import (
     schema_of,
     write_changes,
 )
+from dlrm_overlap.checkpoint.row_changes import RowChanges, TableShard
+from dlrm_overlap.embedding.row_marks import RowMarks
+from dlrm_overlap.kernels.ids.id_map import EMPTY, mix
+from dlrm_overlap.kernels.reference import mark_rows
 
+CPU = torch.device("cpu")
 _SAME = {
     "global_step": "int64", "rank": "int32", "world_size": "int32", "feature_name": "string", "table_fqn": "string",
     "key_id": "int64", "row": "int64",
@@ -60,6 +69,35 @@ def test_rows_are_read_as_they_were_written(tmp_path: Path, dtype: str, monkeypa
     assert gone[:4] == GONE[:4]
     assert torch.equal(gone.keys, GONE.keys)
     assert gone.values is None
+
+
+def test_changed_rows_of_a_shard_have_their_numbers_in_the_whole_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(row_changes, "_CHUNK_BYTES", 4 * 4 * 2)  # two rows are gathered at a time
+    weights, rows, marks = torch.randn(70, 4), torch.tensor([0, 3, 33, 34, 69]), RowMarks({(0, 1): 70}, CPU)
+    mark_rows(marks.words_of((0, 1)), rows)
+    tables: Any = SimpleNamespace(marks=marks)
+    shard = TableShard("tables.a.weight", "a", tables, (0, 1), weights, first_row=1000, first_column=8, ids=None)
+    (found,) = RowChanges(Mock())._of(shard, torch.tensor(True))
+    assert found[:4] == ("tables.a.weight", "a", UPDATE, 8)
+    assert torch.equal(found.keys, 1000 + rows)
+    assert torch.equal(found.rows, 1000 + rows)
+    assert found.values is not None
+    assert torch.equal(found.values, weights[rows])
+
+
+def test_a_tombstone_after_the_new_id_of_its_row_leaves_this_id(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Changes come in no particular order: row 1 lost id 5 to id 6, and row 2 lost id 7."""
+    table, ids = "tables.any.weight", "collision._managed_collision_modules.any._hash_zch_identities"
+    weights = {table: torch.zeros(4, 2), ids: torch.tensor([EMPTY, 5, 7, EMPTY])[:, None]}
+    weights[ids] = torch.where(weights[ids] == EMPTY, EMPTY, mix(weights[ids]))
+    updated = ChangedRows(table, "any", UPDATE, 0, torch.tensor([6]), torch.tensor([1]), torch.ones(1, 2))
+    gone = ChangedRows(table, "any", EVICT, 0, torch.tensor([5, 7]), torch.tensor([1, 2]), None)
+    monkeypatch.setattr(apply_deltas, "read_changes", lambda *_: [updated, gone])
+    monkeypatch.setattr(apply_deltas, "read_dense", lambda *_: {})
+    apply(tmp_path, Mock(), weights)
+    assert weights[ids].flatten().tolist() == [EMPTY, int(mix(torch.tensor(6))), EMPTY, EMPTY]
 
 
 def test_no_rows_are_a_file_with_the_schema(tmp_path: Path) -> None:
