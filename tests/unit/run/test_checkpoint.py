@@ -13,7 +13,7 @@ from dlrm_overlap.checkpoint.checkpoint import Checkpointer, check_resume_fits, 
 from dlrm_overlap.checkpoint.manifest import MANIFEST, Manifest, newest_checkpoint, read_manifest, write_manifest
 from dlrm_overlap.checkpoint.pieces import Piece
 from dlrm_overlap.checkpoint.tools import verify
-from dlrm_overlap.config import Config
+from dlrm_overlap.config import Config, flatten
 from dlrm_overlap.launching import files as files_module
 from dlrm_overlap.observe.run_log import check_folder
 from tests.conftest import configuration, refuses
@@ -96,6 +96,14 @@ def test_all_that_differs_is_reported(checkpoint: Path, caplog: pytest.LogCaptur
         assert _find(checkpoint, *options, changed=True) == checkpoint
     (line,) = caplog.messages
     assert all(change in line for change in CHANGES.values())
+
+
+def test_every_key_that_decides_the_samples_is_compared() -> None:
+    config, keys = _config(), {"train.global_batch_size", "train.seed"}
+    free = {"data.workers", "data.prefetch", "data.eval_window"}
+    in_rows = {"data.tables.count", "data.tables.hashed_rows"}
+    every = flatten(config.as_dict()["data"], "data.").keys()
+    assert trained_with(config, 1024).keys() - keys == every - free - in_rows
 
 
 def test_settings_that_an_earlier_version_did_not_store_are_not_compared(checkpoint: Path) -> None:

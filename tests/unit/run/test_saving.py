@@ -10,6 +10,7 @@ import torch
 
 from dlrm_overlap.checkpoint.background import BackgroundWrites
 from dlrm_overlap.checkpoint.checkpoint import Checkpointer, extents_to_store
+from dlrm_overlap.checkpoint.extents import Extent
 from dlrm_overlap.checkpoint.manifest import read_manifest
 from dlrm_overlap.checkpoint.saving import Saves
 from dlrm_overlap.checkpoint.tools import verify
@@ -54,6 +55,19 @@ def test_a_save_holds_the_state_after_its_step_though_steps_follow_before_it_is_
         found, expected = (read_manifest(each).about["trained_metrics"] for each in (saved, stops))
         assert found == expected
         assert_all_near(_loaded(trainer, saved), _loaded(trainer, stops), 0.0, name)
+
+
+def test_a_copy_keeps_the_shards_of_a_table_apart() -> None:
+    """A rank may have several shards of a table, and the next save copies to the same memory."""
+    saves = Saves(quickstart(Path(), "run", *SMALL), Mock(), Mock(), Mock(), torch.device("cpu"), Mock(), Mock())
+    shards = [Extent(("model", "t"), (3, 8), (0, column), torch.rand(3, 4)) for column in (0, 4)]
+    states = [Extent(("optimizer", "t"), (3,), (0,), torch.rand(3), columns=(column, column + 4)) for column in (0, 4)]
+    for _ in range(2):
+        copies = saves._copy([*shards, *states])
+        for copy, source in zip(copies, [*shards, *states], strict=True):
+            assert torch.equal(copy.tensor, source.tensor)
+            source.tensor.add_(1.0)
+            assert not torch.equal(copy.tensor, source.tensor)
 
 
 def test_a_save_after_which_kernels_have_recorded_a_fault_is_not_kept(tmp_path: Path) -> None:

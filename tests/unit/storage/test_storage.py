@@ -15,9 +15,9 @@ from torch.distributed._shard.sharded_tensor.shard import Shard
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.state_dict_loader import load
 
-from dlrm_overlap.checkpoint import storage
+from dlrm_overlap.checkpoint import extents, storage
 from dlrm_overlap.checkpoint.checkpoint import Checkpointer
-from dlrm_overlap.checkpoint.extents import Extent, local_extents
+from dlrm_overlap.checkpoint.extents import Extent, is_finite, local_extents
 from dlrm_overlap.checkpoint.storage import LackOfMemoryError, load_extents
 from dlrm_overlap.checkpoint.tools import verify
 from tests.agreement import assert_same
@@ -112,6 +112,32 @@ def test_a_state_of_one_number_a_row_loads_into_other_columns(
         assert torch.equal(rows, torch.arange(float(ROWS * D)).view(ROWS, D))
         for actual, wanted in zip(loaded, states, strict=True):
             torch.testing.assert_close(actual, wanted, rtol=0 if len(cuts) > 2 else 1e-6, atol=0)
+
+
+def test_the_states_of_shards_cut_both_ways_belong_to_their_rows_and_columns() -> None:
+    """TorchRec concatenates the states of shards by columns, then by rows. Rows are cut before 3, columns before 4."""
+    boxes = [(row, column, rows) for column in (0, 4) for row, rows in ((0, 3), (3, 2))]
+    weights = [([row, column], torch.zeros(rows, 4)) for row, column, rows in boxes]
+    states = [([at], torch.full((rows,), float(at))) for at, (*_, rows) in zip((0, 3, 5, 8), boxes, strict=True)]
+    table, state = _sharded(sorted(weights, key=lambda each: each[0]), [ROWS, D]), _sharded(states, [2 * ROWS])
+    found = local_extents({"t": table}, {"state": {"t": {"momentum1": state}}})[4:]
+    assert [(each.offsets, each.columns, each.tensor[0].item()) for each in found] == [
+        ((0,), (0, 4), 0.0),
+        ((3,), (0, 4), 3.0),
+        ((0,), (4, 8), 5.0),
+        ((3,), (4, 8), 8.0),
+    ]
+    assert all(each.shape == (ROWS,) for each in found)
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_every_element_must_be_finite(value: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(extents, "_CHUNK", 4)
+    assert is_finite(torch.zeros(2, 5))
+    for element in range(10):
+        tensor = torch.zeros(2, 5)
+        tensor.view(-1)[element] = value
+        assert not is_finite(tensor), element
 
 
 def test_the_state_of_a_whole_table_loads_into_columns(tmp_path: Path) -> None:
