@@ -69,8 +69,10 @@ def _checkpoint(folder: Path, name: str, step: int = HALF) -> Path:
 
 def _load_more_and_less(folder: Path, ranks: int) -> None:
     for name, rows in (("twice", 2), ("four", 4)):
-        _fit(folder, f"{name}_{ranks}", ROWS * rows, *_MANY, start=_checkpoint(folder, "many"))
-    _fit(folder, f"half_{ranks}", ROWS // 2, *_FEW, start=_checkpoint(folder, "few"))
+        more = _fit(folder, f"{name}_{ranks}", ROWS * rows, *_MANY, start=_checkpoint(folder, "many"))
+        assert set(more.id_rows.values()) == {ROWS * rows}, "not those of the checkpoint"
+    less = _fit(folder, f"half_{ranks}", ROWS // 2, *_FEW, start=_checkpoint(folder, "few"))
+    assert set(less.id_rows.values()) == {ROWS // 2}
     # What is loaded, before a step is taken: also where ids are dropped, and with rows that are no multiple.
     for rows in (2 * ROWS, ROWS // 4, ROWS + 512):
         given = (*_SMALL, *_COUNTED, "--embedding.id_tables.rows", str(rows))
