@@ -82,6 +82,25 @@ def test_steps_of_the_graphs_pipeline_learn_the_same_where_autocast_casts(tmp_pa
     assert losses[1] == pytest.approx(losses[0], rel=1e-3)
 
 
+def test_each_step_is_taken_at_the_learning_rate_of_its_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first of 4 steps of warm-up at a quarter of the rate, also after a resume; the log says the same."""
+    options, taken = ["--train.warmup_steps", "4", "--log.every", "1", *SAVES], list[list[float]]()
+    for steps in ("2", "5"):
+        trainer = _trainer(tmp_path, *options, "--train.steps", steps)
+
+        def step(batches: Any, take: Any = trainer.step, trainer: Trainer = trainer) -> torch.Tensor:
+            groups = zip(trainer.optimizer.param_groups, trainer.learning_rate.base, strict=True)
+            taken.append([group["lr"] / lr for group, lr in groups])
+            return take(batches)
+
+        monkeypatch.setattr(trainer, "step", step)
+        trainer.fit()
+    of_tables, of_others = zip(*taken, strict=True)
+    for rates in (of_tables, of_others):
+        assert rates == pytest.approx([0.25, 0.5, 0.75, 1.0, 1.0])
+    assert [*read_metrics(tmp_path / "run", "train/lr_factor").values()] == [0.25, 0.5, 0.75, 1.0, 1.0]
+
+
 def _steps(caplog: pytest.LogCaptureFixture) -> list[str]:
     """Return the log's lines of training steps, without their losses."""
     lines = [re.sub("loss [0-9.]+, ", "", line) for line in caplog.messages if " ms of it input wait" in line]
