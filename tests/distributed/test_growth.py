@@ -91,6 +91,7 @@ def _on_two(folder: Path) -> None:
     messages = logged_messages()
     grown = _fit(folder, "grown", ROWS, *_MANY, *_GROWS)
     assert grown.id_rows["t_00"] == 4 * ROWS
+    assert read_manifest(_checkpoint(folder, "grown", 2 * HALF)).about["id_table_rows"] == grown.id_rows
     told = [message for message in messages if message.startswith("growth: ")]
     assert len(told) == 2, told
     assert f"table t_00 {ROWS} rows, now {2 * ROWS}" in told[0]
