@@ -27,13 +27,13 @@ def _opened(size: int, monkeypatch: pytest.MonkeyPatch) -> list[AsyncMaxReduce]:
 
 def test_questions_are_answered_in_their_order_whichever_is_waited_for_first(monkeypatch: pytest.MonkeyPatch) -> None:
     ranks = _opened(3, monkeypatch)
-    first = [torch.tensor([rank, 9 - rank]) for rank in range(3)]
+    first = [torch.tensor([rank, 9 - rank, rank - 5]) for rank in range(3)]
     second = [torch.tensor([100 * rank]) for rank in range(3)]
     works = [(each.begin(first[rank]), each.begin(second[rank])) for rank, each in enumerate(ranks)]
     for earlier, later in works:
         later.wait(_SOON)
         assert earlier.is_completed()
-    assert [each.tolist() for each in first] == [[2, 9]] * 3
+    assert [each.tolist() for each in first] == [[2, 9, -3]] * 3
     assert [each.tolist() for each in second] == [[200]] * 3
 
 

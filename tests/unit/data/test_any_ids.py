@@ -23,8 +23,9 @@ from dlrm_overlap.data.prepare import prepare_files, prepare_samples
 from dlrm_overlap.data.prepared import Prepared
 from dlrm_overlap.data.schema import MISSING_ID, Categorical, Label, Schema
 from dlrm_overlap.data.synthetic import Synthetic, id_of
-from dlrm_overlap.kernels.ids.id_map import mix
+from dlrm_overlap.kernels.ids.id_map import EMPTY, SEGMENT, mix, unmix
 from dlrm_overlap.predict import scorer
+from dlrm_overlap.predict.id_rows import IdRows
 from dlrm_overlap.predict.scorer import bags_of
 from tests.agreement import assert_same_samples
 from tests.conftest import refuses
@@ -287,6 +288,16 @@ def test_keys_of_any_value_reach_the_model_unchanged() -> None:
     assert bags_of(np.array([[12]], np.int32), 10)[0].tolist() == [2]
     ragged = Ragged(keys[:, 0], np.array([0, 3]))
     assert [each.tolist() for each in bags_of(ragged, None)] == [keys[:, 0].tolist(), [0, 3]]
+
+
+def test_an_id_whose_hash_marks_empty_rows_has_none() -> None:
+    """The bucket has an empty row before its initial row."""
+    id = unmix(torch.tensor([EMPTY])).numpy()
+    other = np.array([5], np.int64)
+    stored = np.full((SEGMENT, 1), EMPTY)
+    stored[3] = mix(other)
+    rows, known = IdRows(stored).rows_of(np.concatenate([id, other]))
+    assert (rows.tolist(), known.tolist()) == ([SEGMENT - 1, 3], [False, True])
 
 
 WRONG: list[tuple[Callable[[], Any], str]] = [

@@ -57,7 +57,7 @@ def test_gradients_are_parts_of_the_mean_over_the_ranks(pair: str, monkeypatch: 
     """Each rank's pair in turn on the samples of all; stand-ins replace the gather and the scatter."""
     make, bias_name = PAIRS[pair]
     whole = make()
-    samples, weights = torch.randn(RANKS * SAMPLES, 5), torch.randn(RANKS * SAMPLES, 5)
+    samples, weights = torch.randn(RANKS * SAMPLES, 5, requires_grad=True), torch.randn(RANKS * SAMPLES, 5)
     (whole(samples) * weights).sum().div(SAMPLES * RANKS).backward()  # the mean over ranks of the mean over samples
 
     def scatter(x: torch.Tensor, weight: torch.Tensor, bias: Any, epilogue: str, **_: Any) -> torch.Tensor:
@@ -73,11 +73,13 @@ def test_gradients_are_parts_of_the_mean_over_the_ranks(pair: str, monkeypatch: 
     monkeypatch.setattr(tensor_parallel, "all_gather_matmul", gather)
     monkeypatch.setattr(tensor_parallel, "matmul_reduce_scatter", scatter)
     expected = {name: p.grad for name, p in whole.named_parameters() if p.grad is not None}
+    of_input = torch.zeros(samples.shape)
     for rank in range(RANKS):
         partial: list[torch.Tensor] = []
+        given = samples.detach().clone().requires_grad_()
         for other in [*(r for r in range(RANKS) if r != rank), rank]:
             part, _ = _divided(whole, other)
-            output = part(samples)
+            output = part(given)
         assert_near(output, whole(samples), TOLERANCE, "output")
         (output * weights).sum().div(SAMPLES).backward()
         shards = shards_of(part)
@@ -92,6 +94,11 @@ def test_gradients_are_parts_of_the_mean_over_the_ranks(pair: str, monkeypatch: 
             bias = part.get_parameter(bias_name).grad
             assert bias is not None
             assert_near(bias / RANKS, expected[bias_name], TOLERANCE, "bias")
+        assert given.grad is not None
+        of_input += given.grad  # as the gather's backward adds what all ranks have of the samples
+    # Each rank's own, of its mean over its samples: what comes before the pair is averaged over the ranks.
+    assert samples.grad is not None
+    assert_near(of_input / RANKS, samples.grad, TOLERANCE, "input")
 
 
 def test_frozen_parameters_are_frozen_when_divided() -> None:

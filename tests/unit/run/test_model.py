@@ -4,14 +4,15 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torchrec.sparse.jagged_tensor import KeyedTensor
 
 from dlrm_overlap.config import EmbeddingConfig, ModelConfig, TrainConfig
 from dlrm_overlap.embedding.weights import uniform_rows
-from dlrm_overlap.predict.plain_model import PlainDLRM
+from dlrm_overlap.predict.plain_model import PlainDLRM, _pool
 from dlrm_overlap.train.assembly import LearningRate
 from dlrm_overlap.train.interaction import DotInteraction
-from dlrm_overlap.train.model import JoinInPlace, build_model, joined
+from dlrm_overlap.train.model import JoinInPlace, TrainTask, build_model, joined
 from tests.agreement import assert_same
 
 
@@ -74,6 +75,36 @@ def test_plain_rows_of_16_bits_are_added_in_32(bags: list[list[int]]) -> None:
     )
     assert found.shape == (len(bags), 1)
     assert torch.equal(found, expected)
+
+
+class _Logits(nn.Module):
+    """Stands in for the model: its dense features are the logits."""
+
+    def forward(self, dense: torch.Tensor, sparse: None) -> torch.Tensor:
+        return dense
+
+
+@pytest.mark.parametrize("weights", [(1.0,), (1.0, 0.25, 3.0)])
+def test_the_loss_is_the_weighted_sum_over_the_labels(weights: tuple[float, ...]) -> None:
+    torch.manual_seed(0)
+    logits, labels = (torch.randn(6, len(weights)).squeeze(1) for _ in range(2))
+    labels = (labels > 0).float()
+    model: Any = _Logits()
+    batch: Any = SimpleNamespace(dense=logits, sparse=None, labels=labels)
+    loss, (detached, *predictions) = TrainTask(model, "cpu", False, weights)(batch)
+    chance = torch.where(labels > 0, logits.sigmoid(), 1 - logits.sigmoid())
+    expected = -(chance.log() * torch.tensor(weights)).sum() / 6
+    torch.testing.assert_close(loss, expected)
+    assert detached == loss
+    assert torch.equal(torch.stack(predictions), torch.stack((logits, labels)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_predictions_add_up_the_rows_of_each_bag(dtype: torch.dtype) -> None:
+    table = torch.randn(5, 3).to(dtype)
+    found = _pool(table, torch.tensor([4, 1, 1, 0]), torch.tensor([0, 3, 0, 1]))
+    rows = table.float()
+    torch.testing.assert_close(found, torch.stack([0 * rows[0], rows[4] + 2 * rows[1], 0 * rows[0], rows[0]]))
 
 
 def test_the_learning_rate_warms_up_and_decays_by_the_square_of_the_steps_left() -> None:
