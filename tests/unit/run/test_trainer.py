@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import DEFAULT, Mock
 
+import pyarrow as pa
 import pytest
 import torch
 import yaml
@@ -21,6 +22,7 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
     CounterWeightDecayMode,
     WeightDecayMode,
 )
+from pyarrow import parquet
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 
@@ -31,6 +33,7 @@ from dlrm_overlap.data.loader import open_datasets
 from dlrm_overlap.embedding.configured_sharders import build_sharders
 from dlrm_overlap.embedding.sharded_module import exchanges
 from dlrm_overlap.launching.text_table import duration
+from dlrm_overlap.observe.metrics import evaluation_metrics
 from dlrm_overlap.observe.run_log import RunLog
 from dlrm_overlap.train import assembly
 from dlrm_overlap.train.graphs.train_pipeline import GraphTrainPipeline
@@ -99,6 +102,25 @@ def test_each_step_is_taken_at_the_learning_rate_of_its_number(tmp_path: Path, m
     for rates in (of_tables, of_others):
         assert rates == pytest.approx([0.25, 0.5, 0.75, 1.0, 1.0])
     assert [*read_metrics(tmp_path / "run", "train/lr_factor").values()] == [0.25, 0.5, 0.75, 1.0, 1.0]
+
+
+def test_labels_are_trained_with_the_weights_of_the_schema(tmp_path: Path) -> None:
+    parquet.write_table(
+        pa.table({"click": [i % 2 for i in range(128)], "buy": [i % 3 == 0 for i in range(128)], "user": range(128)}),
+        tmp_path / "table.parquet",
+    )
+    labels = "labels: {click: {weight: 3.0}, buy: {weight: 0.25}}"
+    (tmp_path / "schema.yaml").write_text(f"{labels}\ncategorical: {{user: {{type: int, rows: 50}}}}\n")
+    paths = [str(tmp_path / name) for name in ("table.parquet", "packed")]
+    assert main(["prepare", "table", *paths, "--schema", str(tmp_path / "schema.yaml")]) == 0
+    data = ["--data.kind", "prepared", "--data.path", paths[1], "--data.eval_fraction", "0.5", "--data.workers", "0"]
+    trainer = _trainer(
+        tmp_path, *data, "--data.tables.rows", "null", "--data.tables.multi_hot", "1", "--model.top_mlp", "[8, 2]"
+    )
+    with trainer.loader(trainer.train_data, 0, 1) as loader:
+        loss = trainer.step(iter(loader)).item()
+    logits, wanted = trainer.predictions
+    assert loss == pytest.approx(evaluation_metrics(logits, wanted, ["click", "buy"], [3.0, 0.25])["loss"])
 
 
 def _steps(caplog: pytest.LogCaptureFixture) -> list[str]:
