@@ -1,6 +1,7 @@
 """An exchange in a world of one: who holds a window, and ids outside their table."""
 
 import weakref
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock, patch
@@ -15,6 +16,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from dlrm_overlap.backends import EXCHANGED
 from dlrm_overlap.comm.order import CommunicationOrder
 from dlrm_overlap.embedding.backends.base import Forward
+from dlrm_overlap.embedding.backends.cpu import ids_in_bags
 from dlrm_overlap.embedding.exchange import RunningStep
 from dlrm_overlap.embedding.options import ExchangeOptions
 from dlrm_overlap.embedding.steps import BatchSizes, Step
@@ -28,6 +30,7 @@ from tests.agreement import WEIGHT_TOLERANCE, assert_near, assert_same
 from tests.distributed.interpreted import interpreted_forward, interpreted_parts, without_streams
 from tests.distributed.tiny_stage import LEARNING_RATE, ROWS, Stage
 from tests.kernels.emulation import interpreted
+from tests.unit.embedding.shards import make_shard
 
 ALONE = [([8, 4], [4])]
 every_window = pytest.mark.parametrize("backend", ["pgas", "fused"])
@@ -432,6 +435,19 @@ def _assert_pooled(stage: Stage, forward: Forward, number: int, samples: int, dt
     given = KeyedJaggedTensor(ids.keys(), ids.values().to(dtype), lengths=ids.lengths().to(dtype))
     step = Step([given], BatchSizes.of((samples,)))
     assert_same(forward.finish(forward.start(step), copy=True), factor * expected, f"step {number}")
+
+
+@pytest.mark.parametrize("mean", [False, True])
+def test_the_factor_of_a_row_is_its_ids_weight_over_the_ids_of_a_mean(mean: bool) -> None:
+    """FBGEMM on a CPU does not divide the gradients of weighted means, so no run there is compared with it."""
+    shard = replace(make_shard("f", 0, 4, feature=1), mean=mean)
+    weights, lengths = torch.tensor([7.0, 2.0, -1.0, 0.5, 3.0]), torch.tensor([1, 0, 3, 1])
+    ids = KeyedJaggedTensor(["e", "f"], torch.tensor([9, 1, 2, 3, 4]), weights, lengths=lengths)
+    counts = torch.tensor([3.0, 3.0, 3.0, 1.0]) if mean else torch.ones(4)
+    for weighted, expected in ((True, weights[1:] / counts), (False, 1 / counts)):
+        values, sample, factors = ids_in_bags(ids, shard, 2, weighted)
+        assert (values.tolist(), sample.tolist()) == ([1, 2, 3, 4], [0, 0, 0, 1])
+        assert torch.equal(factors, expected[:, None])
 
 
 @interpreted
