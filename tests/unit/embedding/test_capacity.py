@@ -42,6 +42,21 @@ def test_the_worked_example(world_of_one: dist.ProcessGroup) -> None:
     assert _learnt(world_of_one, first, _batch([1, 0], [5, 0])).capacity.capacity(["f", "g"]) == [2, 8]
 
 
+def test_the_sizes_of_several_tensors_of_ids_are_those_of_their_features(world_of_one: dist.ProcessGroup) -> None:
+    bags = {"f": [1, 0], "g": [2, 1], "h": [0, 5]}
+    ids = [
+        KeyedJaggedTensor(
+            keys,
+            torch.zeros(sum(sum(bags[key]) for key in keys)).int(),
+            lengths=torch.tensor([length for key in keys for length in bags[key]]),
+        )
+        for keys in (["f"], ["g", "h"])
+    ]
+    learnt = _learnt(world_of_one, batch := BatchTensors(ids))
+    assert learnt.describe(batch).numbers.tolist() == [0, 0, 2, *(1, 3, 5), *(1, 2, 5), *(0, -1, 0)]
+    assert learnt.capacity.capacity(["f", "g", "h"]) == [2, 4, 7]
+
+
 def test_long_tails_take_the_room_of_their_ids_not_of_their_largest_bag(world_of_one: dist.ProcessGroup) -> None:
     bound = _learnt(world_of_one, _batch([100, *[1] * 99], [1] * 100)).capacity
     assert bound.capacity(["f", "g"]) == [249, 100]

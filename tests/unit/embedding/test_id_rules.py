@@ -1,5 +1,6 @@
 """Which rows tables of any id have, and which modules of TorchRec the map takes."""
 
+import time
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +16,7 @@ from dlrm_overlap.embedding.id_tables.id_map import IdMap
 from dlrm_overlap.embedding.id_tables.module import IdTableModule, check_rows, rules_of
 from dlrm_overlap.embedding.id_tables.rules import EVERY_ID, IdRules, map_bytes, rows_of_tables
 from dlrm_overlap.embedding.id_tables.sharder import _why_plan_stays
-from dlrm_overlap.kernels.ids.id_map import SEGMENT, Policy
+from dlrm_overlap.kernels.ids.id_map import SEGMENT, MapFeature, Policy
 from dlrm_overlap.train.assembly import check_torchrec_maps
 from dlrm_overlap.train.growth import Growth
 from tests.conftest import ROOT, configuration, refuses
@@ -176,6 +177,29 @@ def test_counters_of_sightings_are_halved_at(keys: Any, expected: int) -> None:
     rules = rules_of(module, "t", 256, ["f"])
     assert isinstance(rules, IdRules)
     assert rules.halve_at == expected
+
+
+def test_features_of_a_table_have_lifetimes_of_their_own() -> None:
+    """The rank has the second of two buckets; `b` inserts no ids, and `d` is not in the map."""
+    rules = IdRules("t", 256, 2, policy=Policy.TTL, lifetime=4, lifetimes={"a": 3, "b": 5}, reading=frozenset("b"))
+    id_map = IdMap([rules], {"t": (128, 256)}, torch.device("cpu"), lambda: True)
+    features = id_map.features_of([("t", "a"), ("t", "b"), ("t", "c"), (None, "d")])
+    found = {name: features.infos[:4, MapFeature._fields.index(name)].tolist() for name in ("lifetime", "writes")}
+    assert found == {"lifetime": [3, 5, 4, 0], "writes": [1, 0, 1, 0]}
+    assert features.infos[0, MapFeature._fields.index("first_bucket")] == 1
+
+
+def test_times_in_hours_follow_the_clock_and_count_no_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    hours, steps = (IdRules("t", 128, 1, policy=Policy.TTL, in_hours=in_hours) for in_hours in (True, False))
+    for rules, expected in ((hours, [(7, 5), (7, 5), (7, 6)]), (steps, [(7, 7)] * 3)):
+        id_map = IdMap([rules], {"t": (0, 128)}, torch.device("cpu"), lambda: True)
+        id_map.state.clock.fill_(7)
+        found = list[tuple[int, ...]]()
+        for seconds in (5 * 3600, 6 * 3600 - 1, 6 * 3600):
+            monkeypatch.setattr(time, "time", lambda seconds=seconds: float(seconds))
+            id_map.follow_clock()
+            found.append(tuple(id_map.state.clock.tolist()))
+        assert found == expected
 
 
 def test_a_sketch_that_was_never_halved_is_halved_when_it_is_loaded() -> None:

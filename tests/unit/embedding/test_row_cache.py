@@ -185,3 +185,10 @@ def test_tables_side_by_side_share_a_cache() -> None:
     assert (shared.slots, alone.slots) == (4, 2)
     assert torch.equal(shared.host_rows[0], weights[: 16 * DIM].view(-1, DIM))
     assert alone.host_rows[1].data_ptr() == state[20:].data_ptr()
+
+
+@pytest.mark.parametrize(("ids", "slots"), [(1, 3), (2, 4), (4, 8), (6, 10)])
+def test_a_cache_has_slots_for_the_ids_of_two_steps_or_for_all_rows(ids: int, slots: int) -> None:
+    """No slot is free that one of the two names; three slots are the share of ten rows."""
+    ((cache, _),) = make_caches({0: CachedTable([torch.rand(10, DIM)], 0.25, ids)}, CPU)
+    assert cache.slots == slots

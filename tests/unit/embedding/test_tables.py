@@ -1,12 +1,13 @@
 """The oracle of the rows' update against torch's own optimizers, and by hand where torch has none."""
 
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
-from dlrm_overlap.embedding.tables import max_gradients
+from dlrm_overlap.embedding.tables import LocalTables, max_gradients
 from dlrm_overlap.kernels.optimizer_params import OptimizerParams
 from dlrm_overlap.kernels.reference import update_rows
 from tests.agreement import WEIGHT_TOLERANCE, assert_near, assert_same
@@ -86,3 +87,12 @@ def test_partial_rowwise_adam_and_lamb_by_hand() -> None:
 def test_only_lookups_that_clip_have_a_bound() -> None:
     assert max_gradients([{"gradient_clipping": True, "max_gradient": 0.5}, {"gradient_clipping": True}]) == {0.5, 1.0}
     assert max_gradients([{"max_gradient": 0.5}, {}]) == {None}
+
+
+def test_steps_are_counted_once_each_also_those_that_were_replayed() -> None:
+    """Adam's bias correction depends on the count. Step 4 was the first, and 6 to 8 were replays of captured steps."""
+    tables, lookup = LocalTables([]), SimpleNamespace(iter=torch.tensor([7]), iter_cpu=torch.zeros(1).long())
+    tables._counting = [lookup]
+    for step, count in ((4, 8), (5, 9), (9, 13), (9, 13), (10, 14)):
+        tables.rules(step)
+        assert int(lookup.iter_cpu) == count, f"step {step}, after the 7 of a checkpoint"

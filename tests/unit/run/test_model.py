@@ -8,6 +8,7 @@ from torch import nn
 from torchrec.sparse.jagged_tensor import KeyedTensor
 
 from dlrm_overlap.config import EmbeddingConfig, ModelConfig, TrainConfig
+from dlrm_overlap.embedding import weights
 from dlrm_overlap.embedding.weights import uniform_rows
 from dlrm_overlap.predict.plain_model import PlainDLRM, _pool
 from dlrm_overlap.train.assembly import LearningRate
@@ -47,6 +48,14 @@ def test_initial_rows_do_not_depend_on_the_shard() -> None:
     assert not (other == whole).any()
 
 
+def test_initial_rows_do_not_depend_on_the_rows_that_are_drawn_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole, parts = torch.empty(37, 12), torch.empty(37, 12)
+    uniform_rows(whole, 3, 0, 12, stream=5, bound=0.5)
+    monkeypatch.setattr(weights, "_CHUNK_ELEMENTS", 60)
+    uniform_rows(parts, 3, 0, 12, stream=5, bound=0.5)
+    assert torch.equal(parts, whole)
+
+
 def test_initial_rows_are_uniform() -> None:
     rows = torch.empty(2000, 50)
     uniform_rows(rows, 0, 0, 50, stream=1, bound=2.0)
@@ -84,16 +93,16 @@ class _Logits(nn.Module):
         return dense
 
 
-@pytest.mark.parametrize("weights", [(1.0,), (1.0, 0.25, 3.0)])
-def test_the_loss_is_the_weighted_sum_over_the_labels(weights: tuple[float, ...]) -> None:
+@pytest.mark.parametrize("factors", [(1.0,), (1.0, 0.25, 3.0)])
+def test_the_loss_is_the_weighted_sum_over_the_labels(factors: tuple[float, ...]) -> None:
     torch.manual_seed(0)
-    logits, labels = (torch.randn(6, len(weights)).squeeze(1) for _ in range(2))
+    logits, labels = (torch.randn(6, len(factors)).squeeze(1) for _ in range(2))
     labels = (labels > 0).float()
     model: Any = _Logits()
     batch: Any = SimpleNamespace(dense=logits, sparse=None, labels=labels)
-    loss, (detached, *predictions) = TrainTask(model, "cpu", False, weights)(batch)
+    loss, (detached, *predictions) = TrainTask(model, "cpu", False, factors)(batch)
     chance = torch.where(labels > 0, logits.sigmoid(), 1 - logits.sigmoid())
-    expected = -(chance.log() * torch.tensor(weights)).sum() / 6
+    expected = -(chance.log() * torch.tensor(factors)).sum() / 6
     torch.testing.assert_close(loss, expected)
     assert detached == loss
     assert torch.equal(torch.stack(predictions), torch.stack((logits, labels)))
