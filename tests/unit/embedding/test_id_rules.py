@@ -12,11 +12,12 @@ from torchrec.modules.hash_mc_modules import HashZchManagedCollisionModule
 
 from dlrm_overlap.config import IdTablesConfig
 from dlrm_overlap.data.schema import MISSING_ID
+from dlrm_overlap.embedding.id_tables import counts
 from dlrm_overlap.embedding.id_tables.id_map import IdMap
 from dlrm_overlap.embedding.id_tables.module import IdTableModule, check_rows, rules_of
 from dlrm_overlap.embedding.id_tables.rules import EVERY_ID, IdRules, map_bytes, rows_of_tables
 from dlrm_overlap.embedding.id_tables.sharder import _why_plan_stays
-from dlrm_overlap.kernels.ids.id_map import SEGMENT, MapFeature, Policy
+from dlrm_overlap.kernels.ids.id_map import SEGMENT, MapFeature, Policy, Totals
 from dlrm_overlap.train.assembly import check_torchrec_maps
 from dlrm_overlap.train.growth import Growth
 from tests.conftest import ROOT, configuration, refuses
@@ -200,6 +201,29 @@ def test_times_in_hours_follow_the_clock_and_count_no_steps(monkeypatch: pytest.
             id_map.follow_clock()
             found.append(tuple(id_map.state.clock.tolist()))
         assert found == expected
+
+
+@pytest.mark.usefixtures("world_of_one")
+def test_what_becomes_of_ids_is_counted_since_the_last_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu = torch.device("cpu")
+    maps = [IdMap([IdRules(name, 128, 1, reserved=1)], {name: (0, 128)}, cpu, lambda: True) for name in "ab"]
+    monkeypatch.setattr(counts, "id_maps_of", lambda model: maps)
+    maps[0].state.totals[Totals.INSERTED, 0] = 1000  # before the run
+    counted = counts.IdCounts(torch.nn.Module(), cpu)
+    lines = []
+    for inserted, seen in ((30, 40), (5, 50)):
+        for each, where in zip(maps, (0, 8), strict=True):
+            each.state.totals[Totals.INSERTED, where] += inserted
+            each.state.totals[Totals.EVICTED, where] += 1
+            each.state.totals[Totals.NOT_ADMITTED, where] += 10
+            each.state.totals[Totals.SEEN, where] += seen
+        maps[1].state.ids[:inserted] = 7
+        lines.append(counted.take())
+    assert [line["ids_inserted"] for line in lines] == [60, 10]
+    assert [line["ids_evicted"] for line in lines] == [2, 2]
+    assert [line["ids_not_admitted"] for line in lines] == [0.25, 0.2]
+    assert lines[1]["ids_rows_used"] == 30 / 254
+    assert (lines[1]["ids_rows_used/a"], lines[1]["ids_rows_used/b"]) == (0, 30 / 127)
 
 
 def test_a_sketch_that_was_never_halved_is_halved_when_it_is_loaded() -> None:
