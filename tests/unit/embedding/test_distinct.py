@@ -159,5 +159,14 @@ def test_ids_of_64_bits_are_distinct_by_both_words(mixes: bool) -> None:
         assert set(parts[2 * table + 1]) == {id for id in every if bucket[id] >= buckets // 2}
 
 
+@pytest.mark.parametrize("name", BATCHES)
+def test_ids_of_64_bits_are_told_apart_by_their_tables(name: str) -> None:
+    """The last id of a table may be the first one of the next."""
+    batch = _batch(**BATCHES[name])
+    finder = DistinctIds(SEQUENCES, [4, 6], torch.device("cpu"), any_id=True)
+    capacities, blocks = finder.capacities_of(batch), SlotBlocks(9, (1, 1))
+    _check(batch, finder.assign_slots(finder.sort(batch, capacities), blocks), capacities, blocks)
+
+
 def _hashed(id: int, mixes: bool) -> torch.Tensor:
     return mix(torch.tensor(id)) if mixes else torch.tensor(id)

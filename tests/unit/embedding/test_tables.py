@@ -2,11 +2,13 @@
 
 from functools import partial
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+from dlrm_overlap.embedding.backends.rows import DeviceRules
 from dlrm_overlap.embedding.tables import LocalTables, max_gradients
 from dlrm_overlap.kernels.optimizer_params import OptimizerParams
 from dlrm_overlap.kernels.reference import update_rows
@@ -96,3 +98,14 @@ def test_steps_are_counted_once_each_also_those_that_were_replayed() -> None:
     for step, count in ((4, 8), (5, 9), (9, 13), (9, 13), (10, 14)):
         tables.rules(step)
         assert int(lookup.iter_cpu) == count, f"step {step}, after the 7 of a checkpoint"
+
+
+def test_the_numbers_of_a_rule_on_the_device_are_those_of_the_step_and_count_from_step_0() -> None:
+    """Kernels add the step's number, also in replays; every number may change, and each lookup has its own."""
+    rules, counting = DeviceRules(torch.device("cpu")), NUMBERS._replace(count=9)
+    for given, step in ((NUMBERS, 4), (NUMBERS._replace(eps=2.0), 5), (NUMBERS._replace(eps=2.0, l2=0.5), 6)):
+        alone: Any = SimpleNamespace(numbers=given, count=0)
+        counts: Any = SimpleNamespace(numbers=counting._replace(count=9 + step), count=9 + step)
+        rules.follow([alone, counts], step)
+        assert rules.numbers(0).tolist() == pytest.approx(given)
+        assert rules.numbers(1).tolist() == pytest.approx(counting)
