@@ -12,6 +12,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dlrm_overlap.embedding import cache as cache_module
 from dlrm_overlap.embedding.cache import CachedTable, RowCache, activate, make_caches
+from dlrm_overlap.embedding.tables import LocalTables
 from dlrm_overlap.kernels import reference
 from dlrm_overlap.kernels import swap_rows as swapping
 from dlrm_overlap.kernels.find_slots import Blocks, find_slots
@@ -116,6 +117,26 @@ def test_rows_written_at_home_are_read_again() -> None:
         plain.add_(1)
     tables.cache.read_again()
     tables.look_up(range(IDS), slots)
+
+
+def test_what_others_write_to_cached_tables_is_seen_by_the_next_step() -> None:
+    """Such as a checkpoint that is loaded: before, the tables get what training has written to the cache."""
+    tables, local = Tables("adagrad", 2 * IDS), LocalTables([])
+    local._cached_features = [(tables.cache, torch.tensor([0, -1]))]
+    with _references():
+        tables.update(range(IDS), tables.send(range(IDS)))
+        local.note_writes()
+        for home, plain in zip(tables.homes, tables.plain, strict=True):
+            assert torch.equal(home, plain)
+            home.add_(1)
+            plain.add_(1)
+        for _ in range(2):  # read again once, or the second step would lose what the first has written
+            slots = torch.arange(IDS, dtype=torch.int32)
+            ends = torch.tensor([0, IDS], dtype=torch.int32)
+            local.activate(KeyedJaggedTensor(["ids"], slots, offsets=ends, stride=1))
+            tables.look_up(range(IDS), slots)
+            tables.update(range(IDS), slots)
+        tables.check_home()
 
 
 def test_rows_that_are_used_often_stay() -> None:
