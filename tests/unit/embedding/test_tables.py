@@ -9,10 +9,13 @@ import torch
 from torch import nn
 
 from dlrm_overlap.embedding.backends.rows import DeviceRules
+from dlrm_overlap.embedding.layout import EVERY_RANK
+from dlrm_overlap.embedding.replicated import ReplicatedGradients, ReplicatedTables
 from dlrm_overlap.embedding.tables import LocalTables, max_gradients
 from dlrm_overlap.kernels.optimizer_params import OptimizerParams
 from dlrm_overlap.kernels.reference import update_rows
 from tests.agreement import WEIGHT_TOLERANCE, assert_near, assert_same
+from tests.unit.embedding.shards import make_shard
 
 ROWS, DIM, STEPS = 50, 12, 3
 LR, EPS = 0.5, 0.25
@@ -109,3 +112,19 @@ def test_the_numbers_of_a_rule_on_the_device_are_those_of_the_step_and_count_fro
         rules.follow([alone, counts], step)
         assert rules.numbers(0).tolist() == pytest.approx(given)
         assert rules.numbers(1).tolist() == pytest.approx(counting)
+
+
+def test_replicated_tables_of_a_lookup_are_parts_of_its_parameter() -> None:
+    """Tables of 3 rows of 4 and 2 rows of 8; their gradients are views of the parameter's, made when they are asked."""
+    flat = nn.Parameter(torch.arange(28.0))
+    lookup = SimpleNamespace(weights=flat, embedding_specs=[(3, 4), (2, 8)], weights_physical_offsets=[0, 12])
+    shards = make_shard("a", EVERY_RANK, 4), make_shard("b", EVERY_RANK, 8, table=1)
+    rows = [ReplicatedTables([lookup], []).weight(shard) for shard in shards]
+    assert torch.equal(rows[0], flat[:12].view(3, 4))
+    assert torch.equal(rows[1], flat[12:].view(2, 8))
+    gradients = ReplicatedGradients([lookup], [])
+    for number, shard in enumerate(shards):
+        gradients.weight(shard).fill_(number + 1.0)
+    assert flat.grad is not None
+    assert flat.grad.tolist() == [1.0] * 12 + [2.0] * 16
+    assert gradients.stored(shards[1]).weights is flat.grad
