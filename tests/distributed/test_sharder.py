@@ -499,11 +499,12 @@ FP16_OUTPUT = {"output_dtype": SparseType.FP16}
         (table_wise(0, compute_kernel="dense"), {}, None, "compute kernel dense"),
         (FUSED, {"extra_optimizer_config": WRITEBACK}, None, "a writeback hook"),
         (FUSED, {}, _codecs(FP16, BF16), "quantised communication: bf16 and fp16"),
+        (FUSED, {}, _codecs(FP16, CommType.FP32), "quantised communication: fp16 and fp32"),
         (FUSED, {}, _codecs(INT8, INT8), "quantised communication: int8"),
         (FUSED, {}, _codecs(FP16, FP16, 8.0), "quantised communication: fp16 and fp16 with a loss scale"),
         (FUSED, FP16_OUTPUT, _codecs(FP16, FP16), "quantised communication of output of type fp16"),
     ],
-    ids=["dense", "writeback", "two_codecs", "int8_codecs", "loss_scale", "codecs_and_output"],
+    ids=["dense", "writeback", "two_codecs", "one_codec", "int8_codecs", "loss_scale", "codecs_and_output"],
 )
 def test_reasons_to_fall_back(
     world_of_one: dist.ProcessGroup,

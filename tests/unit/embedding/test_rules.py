@@ -3,8 +3,9 @@
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
-from fbgemm_gpu.split_table_batched_embeddings_ops_training import WeightDecayMode
+from fbgemm_gpu.split_table_batched_embeddings_ops_training import CounterWeightDecayMode, WeightDecayMode
 
 from dlrm_overlap.embedding.backends.rows import DeviceRules
 from dlrm_overlap.embedding.steps import UpdateRule
@@ -44,3 +45,24 @@ def test_the_count_is_that_of_step_0() -> None:
     for step, counted, expected in ((100, 103, 3), (101, 104, 3), (102, 106, 4)):  # the last after an evaluation
         device.follow(_rules(0.25, count=counted), step)
         assert device.numbers(0)[count] == expected
+
+
+@pytest.mark.parametrize(
+    ("mode", "always_decays", "expected"),
+    [
+        (WeightDecayMode.NONE, False, (0.0, 0.0, 0.0)),
+        (WeightDecayMode.L2, False, (0.25, 0.0, 0.0)),
+        (WeightDecayMode.DECOUPLE, False, (0.0, 0.25, 0.0)),
+        (CounterWeightDecayMode.ADAGRADW, False, (0.0, 0.25, 1.0)),
+        (WeightDecayMode.NONE, True, (0.0, 0.25, 0.0)),
+        (WeightDecayMode.L2, True, (0.0, 0.25, 0.0)),
+        (WeightDecayMode.DECOUPLE, True, (0.0, 0.25, 0.0)),
+    ],
+)
+def test_rows_decay_as_the_mode_says_but_those_of_adam_and_lamb_always_do(
+    mode: Any, always_decays: bool, expected: tuple[float, float, float]
+) -> None:
+    (rule,) = _rules(0.5)
+    rule.arguments.weight_decay_mode = mode.value
+    numbers = rule._replace(always_decays=always_decays).numbers
+    assert (numbers.l2, numbers.decoupled, numbers.lazy) == expected
