@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dlrm_overlap.comm.order import CommunicationOrder, Streams
 from dlrm_overlap.embedding.capacity import CapacityTracker, RankConsensus
@@ -55,6 +56,26 @@ def test_steps_are_planned_in_turn_until_the_end(prefetcher: InputPrefetcher) ->
         (END, 0, True, -1.0),
     ]
     assert _take(prefetcher, _batches(2)) == (CAPTURED, 0, True, 0.0), "of another iterator"
+
+
+def test_eager_steps_have_all_ids_of_batches_beyond_the_capacity(prefetcher: InputPrefetcher) -> None:
+    lengths = [[1, 2], [2, 1], [40, 2], [0, 1]]
+    given = [
+        KeyedJaggedTensor(["f"], torch.arange(sum(each)) + number, lengths=torch.tensor(each))
+        for number, each in enumerate(lengths)
+    ]
+    batches, kinds = iter([{"ids": ids} for ids in given]), []
+    for expected in given:
+        step = prefetcher.plan(batches)
+        kinds.append(step.kind)
+        if step.kind is CAPTURED:
+            prefetcher.activate(step)
+        ids = step.batch(CPU)["ids"]
+        assert_same(ids.values(), expected.values(), "ids")
+        assert_same(ids.lengths(), expected.lengths(), "lengths")
+        del step, ids
+        prefetcher.finish(batches)
+    assert kinds == [CAPTURED, CAPTURED, EAGER, CAPTURED]
 
 
 def test_steps_of_batches_that_were_read_before_are_eager_without_buffers(prefetcher: InputPrefetcher) -> None:

@@ -4,6 +4,7 @@ import re
 from collections.abc import Callable
 from functools import wraps
 from typing import Any, cast
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -281,6 +282,14 @@ def test_the_pipeline_takes_a_model_out_of_ddp(world_of_one: dist.ProcessGroup) 
     return_to_ddp(model)
     assert isinstance(model._dmp_wrapped_module, nn.parallel.DistributedDataParallel)
     assert model.module is inner
+
+
+@pytest.mark.parametrize(("losses", "expected"), [(torch.tensor([1.0, 2.5]), 3.5), (torch.tensor(1.5), 1.5)])
+def test_several_losses_of_a_model_are_added_up(losses: torch.Tensor, expected: float) -> None:
+    """As in TorchRec's pipelines."""
+    pipeline: Any = Mock(_model_fwd=lambda batch: (losses, batch))
+    loss, output = GraphTrainPipeline._forward(pipeline, "batch")
+    assert (loss.item(), loss.dim(), output) == (expected, 0, "batch")
 
 
 class _SummedBehind(torch.autograd.Function):
