@@ -406,6 +406,13 @@ def _small_pipeline(model: Model, sharding: Any = (0,)) -> GraphTrainPipeline:
     return GraphTrainPipeline(sharded, torch.optim.SGD(dense_parameters(sharded).values(), lr=0.1), CPU)
 
 
+def _assert_equal_on_ranks(model: torch.nn.Module) -> None:
+    for name, parameter in dense_parameters(model).items():
+        every = [torch.empty_like(parameter) for _ in range(dist.get_world_size())]
+        dist.all_gather(every, parameter.data)
+        assert_same(every[0], every[-1], name)
+
+
 def _check_a_loop_after_close() -> None:
     """The ranks' dense weights stay equal in a loop of the program's own, once no pipeline trains the model."""
     first = _small_pipeline(Model({"a": (20, 8, ["f"], SUM)}, {"c": (12, 8, ["h"], SUM)}))
@@ -424,10 +431,7 @@ def _check_a_loop_after_close() -> None:
         loss, _ = model(next(batches))
         loss.backward()
         optimizer.step()
-    for name, parameter in dense_parameters(model).items():
-        every = [torch.empty_like(parameter) for _ in range(dist.get_world_size())]
-        dist.all_gather(every, parameter.data)
-        assert_same(every[0], every[-1], name)
+    _assert_equal_on_ranks(model)
     for exchange in exchanges(model):
         exchange.close()
 
@@ -443,12 +447,17 @@ def _check_torchrec_after_row_wise_tables() -> None:
         torchrec.progress(islice(_small_batches(), 1))
 
 
-def _check_frozen_layers_start_equal() -> None:
+def _check_layers_start_equal() -> None:
+    """Frozen or not, they are those of rank 0, though each rank of a program may have drawn its own."""
     model = Frozen({"a": (20, 8, ["f"], SUM)}, {"c": (12, 8, ["h"], SUM)})
+    for parameter in model.parameters():
+        if not parameter.is_meta:
+            parameter.data.add_(dist.get_rank())
     model.frozen.weight.data.fill_(dist.get_rank() + 7.0)
     pipeline = _small_pipeline(model)
     pipeline.progress(islice(_small_batches(), 1))
     assert model.frozen.weight.item() == 7.0
+    _assert_equal_on_ranks(pipeline._model)
     pipeline.close()
 
 
@@ -567,7 +576,7 @@ CASES: dict[str, Callable[[], None]] = {
     "graph, then torchrec, bf16": partial(_check_resume, "graph", "torchrec", *BF16, *ADAM),
     "another optimizer": partial(_check_models, Model, "sparse_dist"),
     "a warm-up of all, a frozen layer": partial(_check_models, Frozen, "none", wrap=_warm_up),
-    "frozen layers start equal": _check_frozen_layers_start_equal,
+    "layers start equal": _check_layers_start_equal,
     "a loop after close": _check_a_loop_after_close,
     "torchrec after row-wise tables": _check_torchrec_after_row_wise_tables,
     "profiled": _check_profiled,
