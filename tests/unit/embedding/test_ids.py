@@ -4,10 +4,12 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dlrm_overlap.comm.arena import Region
 from dlrm_overlap.embedding.id_layout import BatchCapacity, IdLayout
 from dlrm_overlap.embedding.layout import Layout
+from dlrm_overlap.embedding.steps import with_float_weights
 from tests.conftest import refuses
 from tests.unit.embedding.shards import make_shard
 
@@ -107,3 +109,18 @@ def test_what_is_no_bound(samples: int, sizes: tuple[int, int], told: str) -> No
 def test_a_feature_without_a_bound() -> None:
     with refuses("feature h has no bag size; add it to bag_sizes"):
         BatchCapacity(3, KNOWN).capacity(["f", "h"])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.float64, torch.int32, torch.int64, None])
+def test_weights_of_ids_are_float32_and_integers_are_none(dtype: torch.dtype | None) -> None:
+    """As for FBGEMM; positions of ids, for example, come as integers."""
+    given = None if dtype is None else torch.tensor([2, 0, 3]).to(dtype)
+    ids = KeyedJaggedTensor(["f"], torch.tensor([5, 6, 7]), given, lengths=torch.tensor([1, 2]))
+    found = with_float_weights(ids)
+    assert (found.values().tolist(), found.offsets().tolist()) == ([5, 6, 7], [0, 1, 3])
+    weights = found.weights_or_none()
+    if dtype is not None and dtype.is_floating_point:
+        assert weights is not None
+        assert (weights.dtype, weights.tolist()) == (torch.float32, [2, 0, 3])
+    else:
+        assert weights is None
