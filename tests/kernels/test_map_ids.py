@@ -309,6 +309,18 @@ def test_a_policy_evicts_the_least(policy: Policy) -> None:
     assert gone == {expected[policy]}
 
 
+def test_an_id_keeps_its_slot_until_its_time_has_passed() -> None:
+    """A bucket of one slot, and a lifetime of 4 after the time 10."""
+    state, features = state_of(Table(1, 2, policy=Policy.TTL, lifetime=4))
+    first, other = random_ids(2, 19).tolist()
+    state.clock[1] = 10
+    one_bag(state, features, first)
+    for now in range(11, 16):
+        state.clock[1] = now
+        one_bag(state, features, other)
+        assert (first in state.ids.tolist()) == (now <= 14), now
+
+
 def test_ids_are_admitted_after_sightings() -> None:
     state, features = state_of(Table(admit_after=3))
     rare, common = random_ids(2, 13).tolist()

@@ -2,6 +2,7 @@
 
 import time
 from contextlib import nullcontext
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -178,6 +179,22 @@ def test_counters_of_sightings_are_halved_at(keys: Any, expected: int) -> None:
     rules = rules_of(module, "t", 256, ["f"])
     assert isinstance(rules, IdRules)
     assert rules.halve_at == expected
+
+
+@pytest.mark.parametrize(
+    ("keys", "expected"),
+    [
+        ({}, {"policy": Policy.LRU}),
+        ({"eviction": "ttl", "ttl_steps": 9}, {"policy": Policy.TTL, "lifetime": 9}),
+        ({"eviction": "lfu", "admit_share": 0.25}, {"policy": Policy.LFU, "admit_below": 1 << 30}),
+        ({"eviction": "distance_lfu"}, {"policy": Policy.DISTANCE_LFU}),
+        ({"eviction": "none", "admit_after": 3, "admit_memory": None}, {"policy": Policy.NONE, "admit_after": 3}),
+    ],
+)
+def test_our_tables_have_the_rules_of_the_configuration(keys: dict[str, Any], expected: dict[str, Any]) -> None:
+    module = IdTableModule("t", 256, torch.device("cpu"), IdTablesConfig(rows=256, **keys))
+    ours = IdRules("t", 256, 2, reserved=1, frozen=True, mixes=True)
+    assert rules_of(module, "t", 256, ["f"]) == replace(ours, **expected)
 
 
 def test_features_of_a_table_have_lifetimes_of_their_own() -> None:

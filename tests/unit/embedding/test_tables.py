@@ -89,6 +89,21 @@ def test_partial_rowwise_adam_and_lamb_by_hand() -> None:
         assert_near(weight, torch.tensor([[3.0, -4.0]]) - 0.5 * ratio * direction, WEIGHT_TOLERANCE["fp32"], name)
 
 
+def test_rowwise_adagrad_with_a_counter_by_hand() -> None:
+    """A row of counter 4 that step 3 updated before step 5, and one at its first step; counters halve in 2 steps."""
+    weight, gradient = torch.tensor([[1.0, 2.0], [4.0, 8.0]]), torch.tensor([[3.0, 1.0], [2.0, 0.0]])
+    states = [torch.tensor([4.0, 2.0]), torch.tensor([3.0, 0.0]), torch.tensor([4.0, 0.0])]
+    numbers = OptimizerParams(lr=0.5, decoupled=0.25, count=5, halflife=2, decay_after=4)
+    update_rows(weight, states, torch.tensor([0, 1]), gradient, "rowwise_adagrad_with_counter", numbers)
+    # Mean squares 5 and 2: roots 3 and 2. Counters 1 + 4 / 2 and 1: a row decays by halflife / counter of 1/8.
+    assert_near(states[0], torch.tensor([9.0, 4.0]), WEIGHT_TOLERANCE["fp32"], "sums")
+    assert_near(states[1], torch.tensor([5.0, 5.0]), WEIGHT_TOLERANCE["fp32"], "last steps")
+    assert_near(states[2], torch.tensor([3.0, 1.0]), WEIGHT_TOLERANCE["fp32"], "counters")
+    shrunk = torch.tensor([[11 / 12, 22 / 12], [3.0, 6.0]])
+    expected = shrunk - torch.tensor([[0.5, 1 / 6], [0.5, 0.0]])
+    assert_near(weight, expected, WEIGHT_TOLERANCE["fp32"], "weight")
+
+
 def test_only_lookups_that_clip_have_a_bound() -> None:
     assert max_gradients([{"gradient_clipping": True, "max_gradient": 0.5}, {"gradient_clipping": True}]) == {0.5, 1.0}
     assert max_gradients([{"max_gradient": 0.5}, {}]) == {None}
