@@ -101,6 +101,15 @@ def test_arguments_of_a_module_become_rules() -> None:
     assert (plain.reserved, plain.policy, plain.admit_below) == (0, Policy.NONE, EVERY_ID)
 
 
+@pytest.mark.parametrize(("is_enabled", "reading"), [(True, {"b_ReadOnly"}), (False, set())])
+def test_features_with_the_suffix_of_readers_insert_no_ids(is_enabled: bool, reading: set[str]) -> None:
+    module: Any = _module()
+    module._read_only_suffix, module._enable_per_feature_lookups = "_readonly", is_enabled
+    found = rules_of(module, "t", 512, ["a", "b_ReadOnly", "readonly_c"])
+    assert isinstance(found, IdRules)
+    assert found.reading == reading
+
+
 @pytest.mark.parametrize(
     ("given", "reason"),
     [
