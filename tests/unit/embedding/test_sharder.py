@@ -1,6 +1,7 @@
 """What the drop-in refuses: arguments that break a rule, when it is made, and batches beyond their bound."""
 
 from collections.abc import Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from dlrm_overlap.config import InputError
 from dlrm_overlap.embedding.id_layout import BatchCapacity
 from dlrm_overlap.embedding.sharder import OverlapEmbeddingBagCollectionSharder, OverlapEmbeddingCollectionSharder
+from dlrm_overlap.embedding.unpooled import ExpandRows
 from dlrm_overlap.embedding.weights import initialise_tables
 from tests.agreement import assert_same
 from tests.conftest import refuses
@@ -94,6 +96,31 @@ def test_a_batch_beyond_the_bound_of_its_distinct_ids(world_of_one: dist.Process
         ):
             sharded(more)
     sharded.exchange.close()
+
+
+@pytest.mark.parametrize("id", [(1 << 32) + 3, -(1 << 32) + 3])
+def test_unpooled_ids_beyond_32_bits_are_outside_their_table(world_of_one: dist.ProcessGroup, id: int) -> None:
+    """FBGEMM's default takes row 0 then, and never the row of the lower bits."""
+    sharded = _unpooled(world_of_one, {"f": 9})
+    sharded.take_ids(["f"], BatchCapacity(1, {"f": (0, 2)}))
+    (shard,) = sharded.state_dict()["embeddings.t_f.weight"].local_shards()
+    with torch.no_grad():
+        found = sharded(KeyedJaggedTensor(["f"], torch.tensor([8, id]), lengths=torch.tensor([2])))["f"].values()
+    assert_same(found[:2], shard.tensor[[8, 0]], "rows")
+    sharded.exchange.close()
+
+
+def test_gradients_of_unpooled_rows_are_clipped_before_they_are_summed() -> None:
+    """As FBGEMM clips those of each id; two ids share the slot of row 1."""
+    exchange = SimpleNamespace(expanded_dtype=torch.float32, clipped=lambda gradient: gradient.clamp(-1, 1))
+    sender: Any = SimpleNamespace(sums=None, dim=2, exchange=exchange)
+    distinct: Any = SimpleNamespace(slots=torch.tensor([1, 0, 1, -1], dtype=torch.int32))
+    slots = torch.arange(4.0).view(1, 4).requires_grad_()
+    rows = ExpandRows.apply(slots, sender, distinct)
+    assert rows.tolist() == [[2, 3], [0, 1], [2, 3], [0, 0]]
+    rows.backward(torch.tensor([[3.0, 0.5], [-2.0, 0.25], [0.5, 0.5], [9.0, 9.0]]))
+    assert slots.grad is not None
+    assert slots.grad.tolist() == [[-1.0, 0.25, 1.5, 1.0]]
 
 
 def test_rows_are_narrowed_where_they_arrive(world_of_one: dist.ProcessGroup) -> None:
