@@ -313,6 +313,26 @@ def test_windows_grow_between_a_forward_and_its_backward(world_of_one: dist.Proc
     exchange.close()
 
 
+def test_a_backward_that_begins_before_the_last_one_has_ended_loses_no_gradient(
+    world_of_one: dist.ProcessGroup,
+) -> None:
+    stage = Stage(ALONE, rank=0)
+    exchange = stage.exchange(world_of_one, "pgas")
+    with torch.no_grad():
+        exchange.start(stage.inputs(2, (3,))[0], (3,)).wait()  # opens the windows
+    before = {shard.name: stage.tables.weight(shard).clone() for shard in stage.shards}
+    begun, push = [stage.inputs(number, (3,))[0] for number in range(2)], exchange._open().backward
+    pending = [push.note_forward(Step(inputs, BatchSizes.of((3,))), number) for number, inputs in enumerate(begun)]
+    states = [push.start(each, torch.ones(3, stage.layout.total_dim)) for each in pending]
+    for state in states:
+        push.finish(state)
+    for shard in (shard for shard in stage.shards if not shard.mean):
+        ids = torch.cat([inputs[0][shard.name].values() for inputs in begun])
+        expected = before[shard.name] - LEARNING_RATE * torch.bincount(ids, minlength=ROWS)[:, None]
+        assert_near(stage.tables.weight(shard), expected, WEIGHT_TOLERANCE["fp32"], shard.name)
+    exchange.close()
+
+
 @interpreted
 @every_window
 def test_prepared_launches_serve_their_sizes_types_and_rows_alone(
