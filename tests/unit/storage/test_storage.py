@@ -15,7 +15,7 @@ from torch.distributed._shard.sharded_tensor.shard import Shard
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.state_dict_loader import load
 
-from dlrm_overlap.checkpoint import extents, storage
+from dlrm_overlap.checkpoint import dcp_files, extents, storage
 from dlrm_overlap.checkpoint.checkpoint import Checkpointer
 from dlrm_overlap.checkpoint.extents import Extent, is_finite, local_extents
 from dlrm_overlap.checkpoint.storage import LackOfMemoryError, load_extents
@@ -128,6 +128,14 @@ def test_the_states_of_shards_cut_both_ways_belong_to_their_rows_and_columns() -
         ((3,), (4, 8), 8.0),
     ]
     assert all(each.shape == (ROWS,) for each in found)
+
+
+def test_a_piece_of_another_shape_is_not_copied_to_all_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A copy of one row would fill all rows of the piece."""
+    path = write_table(tmp_path, [0])
+    monkeypatch.setattr(dcp_files, "narrow_tensor_by_index", lambda tensor, *_: tensor[:1])
+    with refuses("a piece of .* has another shape than .metadata says"):
+        _load(path, [0])
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
