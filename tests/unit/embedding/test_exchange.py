@@ -313,6 +313,21 @@ def test_windows_grow_between_a_forward_and_its_backward(world_of_one: dist.Proc
     exchange.close()
 
 
+def test_forwards_read_rows_again_and_are_counted_by_kind(world_of_one: dist.ProcessGroup) -> None:
+    """Steps decide on stochastic rounding, and FBGEMM's count of all forwards on Adam's bias correction."""
+    stage = Stage(ALONE, rank=0)
+    exchange = stage.exchange(world_of_one, "pgas", copy_output=True)
+    with patch.object(stage.tables, "read_again") as reads, patch.object(stage.tables, "count_evaluation") as counts:
+        counts.return_value = False
+        found = []
+        for number, is_evaluation in enumerate((False, True, False, False, True)):
+            with torch.set_grad_enabled(not is_evaluation):
+                exchange.start(stage.inputs(number, (3,))[0], (3,)).wait()
+            found.append((reads.call_count, counts.call_count, exchange.counters.steps.value))
+    assert found == [(1, 0, 1), (2, 1, 1), (3, 1, 2), (4, 1, 3), (5, 2, 3)]
+    exchange.close()
+
+
 def test_a_backward_that_begins_before_the_last_one_has_ended_loses_no_gradient(
     world_of_one: dist.ProcessGroup,
 ) -> None:

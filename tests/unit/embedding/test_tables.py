@@ -118,6 +118,15 @@ def test_steps_are_counted_once_each_also_those_that_were_replayed() -> None:
         assert int(lookup.iter_cpu) == count, f"step {step}, after the 7 of a checkpoint"
 
 
+def test_an_evaluation_counts_as_a_forward_of_fbgemm() -> None:
+    """The trainer subtracts such forwards again, see `StepRunner`."""
+    tables, lookup = LocalTables([]), SimpleNamespace(iter=torch.tensor([7]), iter_cpu=torch.tensor([7]))
+    assert not tables.count_evaluation()
+    tables._counting = [lookup]
+    assert tables.count_evaluation()
+    assert (int(lookup.iter), int(lookup.iter_cpu)) == (8, 8)
+
+
 def test_the_numbers_of_a_rule_on_the_device_are_those_of_the_step_and_count_from_step_0() -> None:
     """Kernels add the step's number, also in replays; every number may change, and each lookup has its own."""
     rules, counting = DeviceRules(torch.device("cpu")), NUMBERS._replace(count=9)

@@ -5,11 +5,19 @@ import os
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
 
-from dlrm_overlap.checkpoint.checkpoint import Checkpointer, check_resume_fits, checkpoint_shape, trained_with
+from dlrm_overlap.checkpoint.checkpoint import (
+    Checkpointer,
+    check_resume_fits,
+    checkpoint_shape,
+    samples_of,
+    trained_with,
+)
 from dlrm_overlap.checkpoint.manifest import MANIFEST, Manifest, newest_checkpoint, read_manifest, write_manifest
 from dlrm_overlap.checkpoint.pieces import Piece
 from dlrm_overlap.checkpoint.tools import verify
@@ -104,6 +112,17 @@ def test_every_key_that_decides_the_samples_is_compared() -> None:
     in_rows = {"data.tables.count", "data.tables.hashed_rows"}
     every = flatten(config.as_dict()["data"], "data.").keys()
     assert trained_with(config, 1024).keys() - keys == every - free - in_rows
+
+
+def test_samples_of_files_are_named_with_the_part_that_is_taken() -> None:
+    """A part of the same files, such as other held-out samples, differs; synthetic samples have no fingerprint."""
+    parts: Any = [SimpleNamespace(num_samples=n, fingerprint=lambda: "1000 samples, 5b9d4c0be1f2") for n in (750, 250)]
+    endless: Any = SimpleNamespace(num_samples=None, fingerprint=lambda: "")
+    assert samples_of(*parts) == {
+        "training samples": "750 of 1000 samples, 5b9d4c0be1f2",
+        "held-out samples": "250 of 1000 samples, 5b9d4c0be1f2",
+    }
+    assert samples_of(endless, endless) == {}
 
 
 def test_settings_that_an_earlier_version_did_not_store_are_not_compared(checkpoint: Path) -> None:
