@@ -51,6 +51,19 @@ def prepare(folder: Path, name: str, *options: str) -> Path:
     return folder / name
 
 
+def test_log1p_takes_0_for_negative_numbers_which_other_columns_keep(tmp_path: Path) -> None:
+    """Criteo's counts begin at -1. A missing number is 0 in both."""
+    schema = (
+        "labels: {click: {}}\ndense: {logged: {transform: log1p}, plain: {}}\ncategorical: {u: {type: int, rows: 9}}"
+    )
+    (tmp_path / "schema.yaml").write_text(schema)
+    numbers = [-3.0, -0.5, None, 0.0, 1.5, float("nan")]
+    block = pa.RecordBatch.from_pydict({"logged": numbers, "plain": numbers, "u": range(6)})
+    dense, _ = Encoder(read_schema(tmp_path / "schema.yaml"), {}).features(1, block)
+    assert dense[:, 0].tolist() == pytest.approx([0, 0, 0, 0, np.log(2.5), 0])
+    assert dense[:, 1].tolist() == [-3.0, -0.5, 0.0, 0.0, 1.5, 0.0]
+
+
 @pytest.fixture
 def days(tmp_path: Path) -> Path:
     write_table(tmp_path / "days.parquet", CITIES, GENRES)
