@@ -45,6 +45,7 @@ from dlrm_overlap.train.graphs.dense_step import (
     fused_optimizers,
     why_after_the_graph,
 )
+from dlrm_overlap.train.graphs.input_prefetcher import PlannedStep, StepKind
 from dlrm_overlap.train.graphs.model_collectives import ModelCollectives
 from dlrm_overlap.train.graphs.train_pipeline import GraphTrainPipeline
 from tests.agreement import assert_near, assert_same
@@ -290,6 +291,20 @@ def test_several_losses_of_a_model_are_added_up(losses: torch.Tensor, expected: 
     pipeline: Any = Mock(_model_fwd=lambda batch: (losses, batch))
     loss, output = GraphTrainPipeline._forward(pipeline, "batch")
     assert (loss.item(), loss.dim(), output) == (expected, 0, "batch")
+
+
+@pytest.mark.parametrize(("interval", "expected"), [(1, [0, 1, 2, 3, 4]), (2, [0, 2, 4]), (3, [0, 3]), (None, [])])
+def test_replicas_are_averaged_after_every_interval_from_the_first_step_on(
+    interval: int | None, expected: list[int]
+) -> None:
+    """As in TorchRec's pipelines."""
+    pipeline: Any = Mock(_sync_interval=interval)
+    pipeline._ids.id_tables, averaged = [], []
+    for pipeline._steps in range(5):
+        GraphTrainPipeline._take_step(pipeline, PlannedStep(StepKind.EAGER, 0))
+        averaged += [pipeline._steps] * pipeline._replicas.sync.call_count
+        pipeline._replicas.sync.reset_mock()
+    assert averaged == expected
 
 
 class _SummedBehind(torch.autograd.Function):
