@@ -307,6 +307,16 @@ def test_replicas_are_averaged_after_every_interval_from_the_first_step_on(
     assert averaged == expected
 
 
+def test_an_evaluation_between_steps_grows_the_capacity_to_its_batch() -> None:
+    """Ids that were sent ahead are forgotten. Before the first step there is no capacity."""
+    for steps in (0, 3):
+        pipeline: Any = Mock(_steps=steps)
+        GraphTrainPipeline.prepare_evaluation(pipeline, Mock())
+        pipeline._ids.forget.assert_called_once()
+        sizes = pipeline._capacity.ask.return_value.wait.return_value
+        assert [call.args for call in pipeline._grow.call_args_list] == [(sizes,)] * (steps > 0)
+
+
 class _SummedBehind(torch.autograd.Function):
     """The tensor itself; its gradient is summed over the ranks."""
 
