@@ -210,6 +210,14 @@ def test_a_part_wraps_table_by_table():
     assert (part.rows, part.pooling, part.num_samples) == ([100, 50], [1.9, 2.0], 6)
 
 
+def test_sizes_of_bags_are_those_of_all_days():
+    """A day without samples, 3 of 2 ids a bag, and 1 of 5; the ranges decide on the memory of a batch."""
+    shapes = (0, 7), (3, 2), (1, 5)
+    days = [Day("d", np.zeros((n, 1)), np.zeros((n, 1)), [np.zeros((n, size), np.int32)]) for n, size in shapes]
+    dataset = Days(days, [9], None)
+    assert (dataset.bag_sizes, dataset.pooling, dataset.num_samples) == ([(2, 5)], [11 / 4], 4)
+
+
 def test_synthetic_samples_are_made_on_the_runs_device(monkeypatch: pytest.MonkeyPatch):
     def make(config: DataConfig, split: Literal["train", "eval"], device: torch.device) -> tuple[str, str]:
         return split, device.type  # making it would need the GPU
