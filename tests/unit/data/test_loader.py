@@ -218,6 +218,26 @@ def test_sizes_of_bags_are_those_of_all_days():
     assert (dataset.bag_sizes, dataset.pooling, dataset.num_samples) == ([(2, 5)], [11 / 4], 4)
 
 
+def test_the_fingerprint_is_of_all_days_and_of_every_kind_of_column():
+    def fingerprint(**changed: np.ndarray) -> str:
+        columns = {
+            "labels": np.zeros((40, 1)),
+            "dense": np.zeros((40, 2)),
+            "ids": np.zeros((40, 1), np.int32),
+        } | changed
+        parts = slice(0, 30), slice(30, 40)
+        days = [Day("d", columns["labels"][p], columns["dense"][p], [columns["ids"][p]]) for p in parts]
+        return Days(days, [9], None).fingerprint()
+
+    plain = fingerprint()
+    assert plain.startswith("40 samples, ")
+    for sample in (0, 29, 30, 39):  # all of so few samples are looked at
+        for name, columns, dtype in (("labels", 1, float), ("dense", 2, float), ("ids", 1, np.int32)):
+            changed = np.zeros((40, columns), dtype)
+            changed[sample, -1] = 1
+            assert fingerprint(**{name: changed}) != plain, (name, sample)
+
+
 def test_synthetic_samples_are_made_on_the_runs_device(monkeypatch: pytest.MonkeyPatch):
     def make(config: DataConfig, split: Literal["train", "eval"], device: torch.device) -> tuple[str, str]:
         return split, device.type  # making it would need the GPU
