@@ -8,13 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.hash_mc_evictions import HashZchEvictionConfig, HashZchEvictionPolicyName
 from torchrec.modules.hash_mc_modules import HashZchManagedCollisionModule
 
 from dlrm_overlap.config import IdTablesConfig
 from dlrm_overlap.data.schema import MISSING_ID
 from dlrm_overlap.embedding.id_tables import counts
-from dlrm_overlap.embedding.id_tables.id_map import IdMap
+from dlrm_overlap.embedding.id_tables.id_map import IdMap, pool_of
 from dlrm_overlap.embedding.id_tables.module import IdTableModule, check_rows, rules_of
 from dlrm_overlap.embedding.id_tables.rules import EVERY_ID, IdRules, map_bytes, rows_of_tables
 from dlrm_overlap.embedding.id_tables.sharder import _why_plan_stays
@@ -227,6 +228,19 @@ def test_times_in_hours_follow_the_clock_and_count_no_steps(monkeypatch: pytest.
             id_map.follow_clock()
             found.append(tuple(id_map.state.clock.tolist()))
         assert found == expected
+
+
+def test_initial_rows_depend_on_the_seed_alone() -> None:
+    """Ranks whose generators differ have the same ones, and the generator stays."""
+    config, pools = EmbeddingBagConfig(name="t", num_embeddings=50, embedding_dim=4, feature_names=["f"]), []
+    for seed, state in ((3, 1), (3, 2), (4, 2)):
+        before = torch.manual_seed(state).get_state()
+        pools.append(pool_of(20, config, seed))
+        assert torch.equal(torch.get_rng_state(), before)
+    assert torch.equal(pools[0], pools[1])
+    assert not (pools[1] == pools[2]).any()
+    assert pools[0].shape == (20, 4)
+    assert pool_of(10_000, config, 3).shape == (4096, 4)
 
 
 @pytest.mark.usefixtures("world_of_one")

@@ -17,11 +17,15 @@ from dlrm_overlap.checkpoint.delta_files import (
     UPDATE,
     ChangedRows,
     DeltaManifest,
+    delta_name,
+    deltas_in,
     in_bytes,
     read_changes,
+    read_delta,
     schema_of,
     write_changes,
 )
+from dlrm_overlap.checkpoint.deltas import Deltas
 from dlrm_overlap.checkpoint.row_changes import RowChanges, TableShard
 from dlrm_overlap.embedding.row_marks import RowMarks
 from dlrm_overlap.kernels.ids.id_map import EMPTY, mix
@@ -98,6 +102,36 @@ def test_a_tombstone_after_the_new_id_of_its_row_leaves_this_id(
     monkeypatch.setattr(apply_deltas, "read_dense", lambda *_: {})
     apply(tmp_path, Mock(), weights)
     assert weights[ids].flatten().tolist() == [EMPTY, int(mix(torch.tensor(6))), EMPTY, EMPTY]
+
+
+@pytest.mark.parametrize(("keep", "kept"), [(None, [1, 2, 10, 11]), (1, [11]), (3, [2, 10, 11]), (9, [1, 2, 10, 11])])
+def test_the_last_deltas_are_kept(keep: int | None, kept: list[int], tmp_path: Path) -> None:
+    deltas: Any = Mock(folder=tmp_path)
+    deltas._config.checkpoint.delta_keep = keep
+    for step in (1, 2, 10, 11):
+        temporary = tmp_path / f".partial_delta_{step}"
+        temporary.mkdir()
+        manifest = DeltaManifest(step, {}, base={"step": 0, "digest": "0" * 32, "same": []})
+        Deltas._commit(deltas, temporary, tmp_path / delta_name(step), manifest)
+    assert list(deltas_in(tmp_path)) == kept
+    assert deltas._delta == (11, read_delta(tmp_path / "delta_11").digest)
+
+
+@pytest.mark.parametrize(
+    ("delta", "checkpoint", "digest", "same"),
+    [
+        ((6, "d6"), None, "d6", []),
+        ((6, "d6"), "c6", "c6", ["d6"]),
+        ((3, "d3"), "c6", "c6", []),
+        (None, "c6", "c6", []),
+    ],
+)
+def test_a_delta_follows_what_has_the_weights_of_the_step_before(
+    delta: tuple[int, str] | None, checkpoint: str | None, digest: str, same: list[str]
+) -> None:
+    deltas: Any = SimpleNamespace(_delta=delta)
+    saved: Any = checkpoint and SimpleNamespace(digest=checkpoint)
+    assert Deltas._base(deltas, 6, saved) == {"step": 6, "digest": digest, "same": same}
 
 
 def test_no_rows_are_a_file_with_the_schema(tmp_path: Path) -> None:
