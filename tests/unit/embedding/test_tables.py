@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from fbgemm_gpu.split_table_batched_embeddings_ops_training import WeightDecayMode
 from torch import nn
 
 from dlrm_overlap.embedding.backends.rows import DeviceRules
@@ -136,6 +137,32 @@ def test_the_numbers_of_a_rule_on_the_device_are_those_of_the_step_and_count_fro
         rules.follow([alone, counts], step)
         assert rules.numbers(0).tolist() == pytest.approx(given)
         assert rules.numbers(1).tolist() == pytest.approx(counting)
+
+
+@pytest.mark.parametrize(
+    ("mode", "max_norm", "expected"),
+    [
+        (WeightDecayMode.NONE, 0.0, "rowwise_adagrad"),
+        (WeightDecayMode.NONE, 2.0, "decaying_rowwise_adagrad"),
+        (WeightDecayMode.L2, 0.0, "decaying_rowwise_adagrad"),
+        (WeightDecayMode.DECOUPLE, 2.0, "decaying_rowwise_adagrad"),
+    ],
+)
+def test_a_kernel_that_decays_is_taken_for_decay_and_for_limits_of_norms(
+    mode: WeightDecayMode, max_norm: float, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows, state, none = torch.rand(3, 4), torch.rand(3), torch.empty(0)
+    arguments = SimpleNamespace(weight_decay_mode=mode.value, max_norm=max_norm)
+    memory = {"weights_dev": rows.flatten(), "weights_uvm": none, "momentum1_dev": state, "momentum1_uvm": none}
+    tables, shard = LocalTables([]), make_shard("t", 0, 4)
+    lookup: Any = SimpleNamespace(optimizer_args=arguments, stochastic_rounding=True, **memory)
+    tables.lookups = [lookup]
+    monkeypatch.setattr(tables, "optimizer", lambda shard: "rowwise_adagrad")
+    monkeypatch.setattr(tables, "_tensors", lambda shard: [rows, state])
+    found = tables.stored(shard)
+    assert (found.optimizer, found.stochastic_rounding) == (expected, True)
+    assert found.weights.data_ptr() == rows.data_ptr()
+    assert [each.data_ptr() for each in found.states] == [state.data_ptr()]
 
 
 def test_replicated_tables_of_a_lookup_are_parts_of_its_parameter() -> None:
