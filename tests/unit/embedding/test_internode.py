@@ -41,6 +41,14 @@ def test_what_is_sent_is_what_is_received(way: str) -> None:
             assert [m.start for m in each] == [sum(m.elements for m in each[:i]) for i in range(len(each))]
 
 
+def test_a_message_has_a_row_for_each_sample_of_the_node() -> None:
+    """The nodes have 3 + 2, 4 + 0 and 5 samples."""
+    for rank, to, here in ((0, [4, 5], 5), (1, [4, 5], 5), (2, [5, 5], 4), (3, [5, 5], 4), (4, [5, 4], 5)):
+        messages = _layouts()[rank].pooled(BATCH)
+        assert [message.rows for message in messages.sent] == to
+        assert {message.rows for message in messages.received} <= {here}
+
+
 def test_a_table_that_is_cut_by_rows_over_a_node_leaves_it_as_one_sum() -> None:
     layouts = _layouts(cut=[1, 2, 3])
     first, second, third = layouts[1], layouts[2], layouts[3]

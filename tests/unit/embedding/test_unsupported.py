@@ -1,8 +1,10 @@
 """What stays with TorchRec and why, by the description of a lookup alone."""
 
 from collections.abc import Mapping
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -15,9 +17,12 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
 )
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.modules.embedding_configs import DataType, PoolingType
+from torchrec.optim.keyed import CombinedOptimizer
 
 from dlrm_overlap.embedding import unsupported
+from dlrm_overlap.embedding.exchanging_module import ExchangingModule, _TableOptimizer
 from dlrm_overlap.embedding.unsupported import unsupported_by_graphs
+from tests.conftest import refuses
 
 DENSE, FUSED, UVM = (
     EmbeddingComputeKernel.DENSE,
@@ -87,3 +92,22 @@ def test_tables_that_stay_keep_steps_from_being_captured(
     found = unsupported_by_graphs({kind: None}, {kind: "int8"})
     assert (found is None) if reason is None else (reason in (found or ""))
     assert unsupported_by_graphs({kind: None}, {kind: None}) is None, "if it is exchanged"
+
+
+@pytest.mark.parametrize(
+    ("marks", "trains", "refused"), [(True, True, True), (True, False, False), (False, True, False)]
+)
+def test_steps_of_torchrec_are_refused_while_updates_are_marked(marks: bool, trains: bool, refused: bool) -> None:
+    """Else a delta would lack their rows. Before others, rows of caches are written back."""
+    module: Any = Mock(training=True)
+    module.exchange.tables.marks = object() if marks else None
+    with torch.set_grad_enabled(trains), refuses("whose updates are not marked") if refused else nullcontext():
+        assert ExchangingModule._look_up_by_torchrec(module, lambda: module.note_writes.call_count) == 1
+
+
+def test_states_of_optimizers_are_read_after_caches_are_written_back() -> None:
+    module: Any = Mock()
+    optimizer = _TableOptimizer(CombinedOptimizer([]), module)
+    assert not module.note_writes.called
+    assert optimizer.state == {}
+    module.note_writes.assert_called_once_with()
