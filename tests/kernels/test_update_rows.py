@@ -271,3 +271,15 @@ def test_the_seed_decides_how_to_round(weights: torch.dtype) -> None:
     assert_same(rows[1], rows[0], "rows by the same seed")
     for other in rows[2:]:
         assert 0.25 < (other != rows[0]).double().mean() < 0.4, "a third of all pairs of fair roundings differ"
+
+
+def test_each_step_rounds_otherwise() -> None:
+    rule, rows = RULE.rule(), []
+    for step, clock in ((2, 5), (1, 6), (3, 5), (2, 6)):  # the steps 7, 7, 8 and 8
+        model, _ = _twins("adagrad", torch.bfloat16, dim=128)
+        at = rule._replace(step=step, clock=torch.tensor([clock]))
+        RowUpdate(model.row_range(0), model.case.chunk_ids)(model.prepare(), model.window, at)
+        rows.append(model.rows(0)[model.touched(0)])
+    assert_same(rows[1], rows[0], "rows of step 7")
+    assert_same(rows[3], rows[2], "rows of step 8")
+    assert 0.2 < (rows[2] != rows[0]).double().mean() < 0.45, "a third of all pairs of fair roundings differ"
