@@ -61,6 +61,18 @@ def _check_state_dict() -> None:
     any_ids.check_torchrec_finds_ids(sharded.state_dict(), "t0", ROWS)
 
 
+def _check_initial_rows() -> None:
+    """Rows of new ids do not depend on the ranks that they come to, although the ranks' generators differ."""
+    torch.manual_seed(dist.get_rank())
+    pools = any_ids.Step([], shard(any_ids.Model(ROWS, zch_module, torch.nn.init.uniform_))).id_map._pools
+    assert pools, "tables have initial rows"
+    for mine in pools.values():
+        rows = mine.clone()
+        dist.broadcast(rows, src=0)
+        assert torch.equal(rows, mine)
+    assert len({pool.sum().item() for pool in pools.values()}) == len(pools), "tables' rows differ"
+
+
 def _check_loading() -> None:
     """Ids that TorchRec has put into a state dict, by linear probing, have their rows after it is loaded."""
     rank, size = dist.get_rank(), ROWS // 4
@@ -254,6 +266,7 @@ CASES |= {
     "not exchanged": _check_not_exchanged,
     "refusals": _check_refusals,
     "state dict": _check_state_dict,
+    "initial rows": _check_initial_rows,
     "loading": _check_loading,
     **{f"{name} after loading": partial(_check_training_after_loading, name) for name in ("none", "graph")},
     "loads between steps": _check_loads_between_steps,
