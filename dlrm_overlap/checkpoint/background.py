@@ -2,9 +2,13 @@
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from datetime import timedelta
 from typing import Any, Generic, TypeVar
 
+import torch.distributed as dist
+
 from dlrm_overlap.config import InputError
+from dlrm_overlap.launching.process_group import LAST_RESORT
 
 Written = TypeVar("Written")
 _LAST_WAIT_S = 10.0  # if the run ends by an error that other ranks may not have
@@ -24,7 +28,15 @@ class BackgroundWrites(Generic[Written]):
         self._background: Future[Written] | None = None
         self._given: Sequence[Any] = ()
         """the arguments of `_background`"""
+        self._group: dist.ProcessGroup | None = None
+        """of the thread's collectives, see `_make_group`"""
         self._wait_timeout_s = wait_timeout_s
+
+    def _make_group(self) -> None:
+        """Make the process group of the thread; its timeout limits how long a rank may write after the others."""
+        group = dist.new_group(backend="gloo", timeout=timedelta(seconds=LAST_RESORT * self._wait_timeout_s))
+        assert isinstance(group, dist.ProcessGroup), "every rank is in it"
+        self._group = group
 
     def _write_in_background(self, write: Callable[..., Written], *arguments: Any) -> Future[Written]:
         self._given = arguments

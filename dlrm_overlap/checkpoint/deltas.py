@@ -16,7 +16,6 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +46,6 @@ from dlrm_overlap.checkpoint.storage import save_extents
 from dlrm_overlap.comm.every_rank import faults, gathered, on_every_rank
 from dlrm_overlap.config import Config, InputError
 from dlrm_overlap.launching.files import PARTIAL, discard, discard_at_once, discard_partial, sync_folder
-from dlrm_overlap.launching.process_group import LAST_RESORT
 
 log = logging.getLogger("dlrm_overlap")
 
@@ -87,7 +85,6 @@ class Deltas(BackgroundWrites[None]):
         """on rank 0, the manifest of the checkpoint of `step`, if there is one"""
         self._delta: tuple[int, str] | None = None
         """step of the last delta, and on rank 0 the digest of its manifest"""
-        self._group: dist.ProcessGroup | None = None
         super().__init__("delta", config.embedding.wait_timeout_s)
 
     @property
@@ -104,10 +101,7 @@ class Deltas(BackgroundWrites[None]):
         on_every_rank(lambda: marked_shards(self._model), world())
         self._checkpointer.about[_WRITER] = secrets.token_hex(16)  # rank 0 writes it
         on_every_rank(lambda: self._open(start, checkpoint.result()) if dist.get_rank() == 0 else None, world())
-        timeout = timedelta(seconds=LAST_RESORT * self._config.embedding.wait_timeout_s)
-        group = dist.new_group(backend="gloo", timeout=timeout)
-        assert isinstance(group, dist.ProcessGroup), "every rank is in it"
-        self._group = group
+        self._make_group()
         self._forget(start)
         self.follow(start, checkpoint)
 

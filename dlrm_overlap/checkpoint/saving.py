@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import replace
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -25,7 +24,6 @@ from dlrm_overlap.checkpoint.extents import Extent, is_finite
 from dlrm_overlap.checkpoint.manifest import Manifest
 from dlrm_overlap.comm.every_rank import faults, on_every_rank
 from dlrm_overlap.config import Config, InputError
-from dlrm_overlap.launching.process_group import LAST_RESORT
 from dlrm_overlap.launching.resources import available_memory_bytes
 
 log = logging.getLogger("dlrm_overlap")
@@ -66,7 +64,6 @@ class Saves(BackgroundWrites[Manifest | None]):
         self._config, self._checkpointer = config, checkpointer
         self._model, self._optimizer, self._device = model, optimizer, device
         self._check, self._held_out_loss = check, held_out_loss
-        self._group: dist.ProcessGroup | None = None
         self._copies: dict[tuple[str, tuple[int, ...]], torch.Tensor] = {}
         super().__init__("save", config.embedding.wait_timeout_s)
 
@@ -94,11 +91,7 @@ class Saves(BackgroundWrites[Manifest | None]):
                 )
 
         on_every_rank(check_memory, world())
-        # Limits how long a rank may write after the others are done.
-        timeout = timedelta(seconds=LAST_RESORT * self._config.embedding.wait_timeout_s)
-        group = dist.new_group(backend="gloo", timeout=timeout)
-        assert isinstance(group, dist.ProcessGroup), "every rank is in it"
-        self._group = group
+        self._make_group()
 
     def save_initial(self) -> None:
         """Save the state before the first step; a collective."""
