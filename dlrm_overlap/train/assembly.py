@@ -118,12 +118,12 @@ def assemble(
     topology = build_topology(device, world.world_size, world.local_world_size)
 
     def plan_for(embedding: EmbeddingConfig) -> tuple[Sharders, ShardingPlan]:
+        if any_id and embedding.backend == "torchrec":
+            check_torchrec_maps([rows[number] for number in any_id], train.encoded is not None, device)
         sharders = make_sharders(embedding, config.train.precision, dlrm.front_columns)
         return sharders, make_plan(task, sharders, topology, embedding, train.pooling, samples, group)
 
     embedding, sharders, plan = plan_by_backend(config.embedding, plan_for, task, group, device)
-    if any_id and embedding.backend == "torchrec":
-        check_torchrec_maps([rows[number] for number in any_id], train.encoded is not None, device)
     if config.model.sequence.history in any_id and not (
         BACKENDS[embedding.backend].stores_to_peers or embedding.backend == "torchrec"
     ):

@@ -710,6 +710,13 @@ def test_rules_of_tables_of_any_id_are_refused_where_no_table_takes_any(tmp_path
         ranks_here(quickstart(tmp_path, "run", *rules)).trainer()
 
 
+@pytest.mark.parametrize("plan", ["auto", "column_wise", "torchrec"])
+def test_torchrec_is_refused_tables_of_any_id_on_cpus_whatever_the_plan(tmp_path: Path, plan: str) -> None:
+    options = ["--data.tables.ids", "any", "--embedding.id_tables.rows", "4096", "--embedding.plan", plan]
+    with refuses(r"^embedding\.backend: torchrec trains tables of any id on GPUs only, since FBGEMM's"):
+        ranks_here(quickstart(tmp_path, "run", *options, "--embedding.backend", "torchrec")).trainer()
+
+
 def test_a_run_resumes_on_replaced_files_only_if_asked(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     def pack(samples: int, seed: int) -> None:
         shutil.rmtree(packed, ignore_errors=True)
