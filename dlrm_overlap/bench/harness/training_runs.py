@@ -47,11 +47,14 @@ class TracedSteps(NamedTuple):
 
 
 class TrainingRun:
-    """A contender's trainer and batches. All ranks call the same methods, which finish all steps they begin."""
+    """A contender's trainer and batches. All ranks call the same methods, which finish all steps they begin.
+
+    Steps go round the batches, so that a cache of rows is timed on all of them.
+    """
 
     def __init__(self, name: str, trainer: Trainer, batches: Sequence[Batch]) -> None:
         self.name, self.trainer, self._batches = name, trainer, batches
-        self._step = 0
+        self._step = self._next = 0
 
     def _take_step(self, batches: Iterator[Batch]) -> torch.Tensor:
         self.trainer.learning_rate.set(self._step)
@@ -60,6 +63,7 @@ class TrainingRun:
 
     def losses(self, steps: int) -> list[float]:
         """Train `steps` steps from the first batch; return their losses, means over all ranks. A collective."""
+        self._next = 0
         segment = self._segment(steps)
         # Cloned, since a captured step returns the same tensor every time.
         losses = torch.stack([self._take_step(segment).detach().clone() for _ in range(steps)]).double()
@@ -94,7 +98,8 @@ class TrainingRun:
 
     def _segment(self, steps: int) -> Iterator[Batch]:
         self.trainer.pipeline.reset()
-        return itertools.islice(itertools.cycle(self._batches), steps)
+        begin, self._next = self._next, (self._next + steps) % len(self._batches)
+        return itertools.islice(itertools.cycle(self._batches), begin, begin + steps)
 
     def _finish(self) -> None:
         if self.trainer.device.type == "cuda":

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from dlrm_overlap.bench.figures import step
-from dlrm_overlap.bench.harness.training_runs import TracedSteps, traced_steps
+from dlrm_overlap.bench.harness.training_runs import TracedSteps, TrainingRun, traced_steps
 from dlrm_overlap.observe.trace_summary import GpuWork, Span
 from tests.conftest import refuses
 
@@ -39,6 +39,31 @@ def _write(path: Path) -> None:
     ]
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(gzip.compress(json.dumps({"traceEvents": events}).encode()))
+
+
+def test_timed_steps_go_round_all_batches(world_of_one: dist.ProcessGroup) -> None:
+    """Else a cache holds the rows of the few batches that each round would begin with."""
+    taken = list[Any]()
+
+    def take(batches: Any) -> torch.Tensor:
+        taken.append(next(batches))
+        return torch.zeros(())
+
+    trainer: Any = SimpleNamespace(
+        step=take,
+        check=lambda: None,
+        learning_rate=SimpleNamespace(set=lambda step: None),
+        pipeline=SimpleNamespace(reset=lambda: None),
+        device=torch.device("cpu"),
+    )
+    batches: Any = list(range(17))
+    run = TrainingRun("pgas", trainer, batches)
+    run.losses(5)
+    run.time(3)
+    run.time(3)
+    assert taken == [i % 17 for i in range(5 + 2 * (10 + 3 + 2))]
+    run.losses(2)
+    assert taken[-2:] == [0, 1]
 
 
 def test_a_trace_is_cut_into_steps_at_its_marks(tmp_path: Path) -> None:
