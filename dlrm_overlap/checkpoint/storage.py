@@ -42,12 +42,13 @@ from dlrm_overlap.checkpoint.manifest import Manifest
 from dlrm_overlap.checkpoint.pieces import DamagedError, Piece
 from dlrm_overlap.comm.every_rank import gathered
 from dlrm_overlap.config import InputError, PeerError, in_one_line
+from dlrm_overlap.launching.resources import exhausted_memory
 
 _PIECE_BYTES = 1 << 26  # copied to the CPU, and read, at a time
 
 
 class LackOfMemoryError(InputError):
-    """A rank cannot load a checkpoint, which may be intact."""
+    """A rank has no memory left to load a checkpoint, which may be intact."""
 
     cure = "free some on its machine, and try again"
 
@@ -181,7 +182,7 @@ def _read(path: Path, planner: DefaultLoadPlanner, manifest: Manifest | None = N
         if isinstance(cause, InputError):
             raise InputError(f"{path}: {cause}") from None
         text = f"{type(cause).__name__}: {in_one_line(cause):.200}"
-        if isinstance(cause, (MemoryError, torch.OutOfMemoryError)) or "DefaultCPUAllocator: " in text:
+        if exhausted_memory(cause):
             raise LackOfMemoryError(f"{path}: rank {rank} has no memory left to load it") from None
         raise DamagedError(f"{path} cannot be read by rank {rank} ({text})") from None
 

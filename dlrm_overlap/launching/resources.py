@@ -7,7 +7,7 @@ from pathlib import Path
 
 import psutil
 
-from dlrm_overlap.config import InputError
+from dlrm_overlap.config import InputError, in_one_line
 
 _RANKS_PER_CORE = 4
 _ALWAYS_FIT = 8  # ranks allowed on any number of cores, as a job on eight GPUs may get one core
@@ -27,6 +27,15 @@ def check_processes(nproc: int) -> None:
             f"for {max_ranks} ({_RANKS_PER_CORE} per core, {_RANK_BYTES / 1e9:g} GB each); start one per GPU, or one "
             f"per core of a CPU"
         )
+
+
+def exhausted_memory(error: BaseException) -> str | None:
+    """Return "GPU" or "machine" if `error` says that its memory is exhausted, else None."""
+    if type(error).__name__ == "OutOfMemoryError":  # torch's; it may not be loaded
+        return "GPU"
+    if isinstance(error, MemoryError) or "DefaultCPUAllocator: " in in_one_line(error):
+        return "machine"
+    return None
 
 
 def available_cores(root: Path = Path("/")) -> int:

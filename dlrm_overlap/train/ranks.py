@@ -18,7 +18,7 @@ from dlrm_overlap.launching import launcher, process_group
 from dlrm_overlap.launching.environment import code_digest
 from dlrm_overlap.launching.lifetime import HOLD_BACK_S, EndRequest, end_on_signals
 from dlrm_overlap.launching.parsing import Parser, parse_config
-from dlrm_overlap.launching.resources import check_processes
+from dlrm_overlap.launching.resources import check_processes, exhausted_memory
 from dlrm_overlap.launching.spawn import spawn
 from dlrm_overlap.launching.watch import Progress
 
@@ -192,8 +192,10 @@ def run_on_ranks(
             from dlrm_overlap.launching.supported_versions import check_stack
 
             check_stack()
+            device = process_group.find_device(
+                config.train.device, world.local_rank, world.source, world.local_world_size
+            )
             import_module("dlrm_overlap.train.trainer")  # and what it needs
-        device = process_group.find_device(config.train.device, world.local_rank, world.source, world.local_world_size)
         ranks = Ranks(config, values, world, device)
         code = work(ranks)
         ranks.progress.is_over = True
@@ -203,8 +205,11 @@ def run_on_ranks(
 
 @contextlib.contextmanager
 def _importing() -> Iterator[None]:
-    """Collect no garbage during imports, and exclude what they make from later collections: a third of the start."""
-    gc.collect()  # what is garbage now would stay
+    """Disable garbage collection during imports, and exclude the imported objects from later collections.
+
+    It takes a third of a rank's time to start.
+    """
+    gc.collect()  # garbage of before would stay
     gc.disable()
     try:
         yield
@@ -299,11 +304,11 @@ def _one_rank_reports() -> Iterator[None]:
 
 def _as_lack_of_memory(error: Exception) -> InputError | None:
     """Return an error with the cure if `error` says that there is no memory left, else None."""
-    said = in_one_line(error) or type(error).__name__
+    exhausted, said = exhausted_memory(error), in_one_line(error) or type(error).__name__
     fewer = "take a smaller train.batch_size, fewer rows (data.tables.max_rows) or a smaller model"
-    if type(error).__name__ == "OutOfMemoryError":  # torch's; it may not be loaded
+    if exhausted == "GPU":
         return InputError(f"memory: none left on the GPU ({said:.200}); {fewer}, more ranks or embedding.memory auto")
-    if isinstance(error, MemoryError) or "DefaultCPUAllocator: " in said:
+    if exhausted == "machine":
         return InputError(f"memory: none left on this machine ({said[-200:]}); {fewer}, or more machines")
     return None
 
