@@ -60,9 +60,10 @@ def predict(checkpoint: Path, table: Path, output: Path, keys: list[str], proces
     once it is complete.
     """
     from dlrm_overlap.data.table_files import count_rows, read_files, table_files
-    from dlrm_overlap.predict.scorer import read_encoding_of
+    from dlrm_overlap.predict.scorer import Scorer, read_encoding_of
 
-    schema = read_encoding_of(checkpoint).schema
+    scorer = Scorer(checkpoint) if processes == 1 else None
+    schema = scorer.schema if scorer else read_encoding_of(checkpoint).schema
     if twice := [name for name in keys if name in schema.labels or keys.count(name) > 1]:
         raise InputError(f"--key {twice[0]}: the output has a column of that name already; leave it out")
     names = list(dict.fromkeys([*schema.features, *keys]))
@@ -74,7 +75,7 @@ def predict(checkpoint: Path, table: Path, output: Path, keys: list[str], proces
         with ExitStack() as stack:
             stack.enter_context(unwinding_on_sigterm())
             stream = stack.enter_context(replacing(output))
-            score = stack.enter_context(_scoring(checkpoint, processes))
+            score = stack.enter_context(_scoring(scorer, checkpoint, processes))
             bar = stack.enter_context(ProgressBar("predicting", count_rows(files)))
             cure = "correct the file, or --key" if keys else "correct the file"
             blocks = read_files(files, schema, _BLOCK_BYTES, bar, _as_block, cure, names)
@@ -110,15 +111,14 @@ def _as_block(*block: Any) -> Block:
 
 
 @contextmanager
-def _scoring(checkpoint: Path, processes: int) -> Iterator[Callable[[Iterator[Block], list[str]], Iterator[Any]]]:
+def _scoring(
+    scorer: Any, checkpoint: Path, processes: int
+) -> Iterator[Callable[[Iterator[Block], list[str]], Iterator[Any]]]:
     """Yield a function that maps blocks and names of keys to what `_score` returns, in order.
 
-    Each of several processes loads the tables, and this one then does not.
+    Without a `scorer`, each of several processes loads the tables, and this one does not.
     """
-    if processes == 1:
-        from dlrm_overlap.predict.scorer import Scorer
-
-        scorer = Scorer(checkpoint)
+    if scorer is not None:
         yield lambda blocks, keys: (_score(scorer, *block, keys) for block in blocks)
         return
     threads = max(1, (os.cpu_count() or 1) // processes)
