@@ -98,9 +98,8 @@ class _ExchangingSharder:
             except ValueError:
                 raise InputError(f"{name}: {value!r} is not {words_of(known[name])}") from None
         # Types of the wire and of the output.
-        is_given = "wire_dtype" in checked
         wire, output = checked.pop("wire_dtype", "fp32"), checked.pop("output_dtype", "fp32")
-        if is_given and asked and asked != {wire}:
+        if "wire_dtype" in given and asked and asked != {wire}:
             found = " and ".join(sorted(asked))
             raise InputError(f"wire_dtype: {wire!r}, but qcomm_codecs_registry has {found}; give one of the two")
         if len(asked) == 1 and asked <= WIRE_DTYPES.keys():

@@ -89,8 +89,9 @@ def run(kind: str, ranks: Ranks) -> int:
         losses = reference | {each.name: each.losses(CHECKED_STEPS) for each in runs}
         reference = {names[0]: losses[names[0]]}
         agreements, faults = judge_losses(ranks.config.train.precision, losses, repeated)
-        for each in runs:
-            each.losses(values.batches)  # afterwards the ids of all batches have rows
+        if values.batches > CHECKED_STEPS:  # the ids of later batches get their rows before steps are timed
+            for each in runs:
+                each.losses(values.batches)
         timings = take_turns([each.time for each in runs], values.steps, ranks.device)
         clocks = [clock_of(each, timing.median_ms, _CLOCK_S) for each, timing in zip(runs, timings, strict=True)]
         traces = [_trace(each) for each in runs]

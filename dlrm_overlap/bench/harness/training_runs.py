@@ -49,7 +49,7 @@ class TracedSteps(NamedTuple):
 class TrainingRun:
     """A contender's trainer and batches. All ranks call the same methods, which finish all steps they begin.
 
-    Steps go round the batches, so that a cache of rows is timed on all of them.
+    Timed steps cycle through all batches, from one call to the next: a cache could hold the rows of a few.
     """
 
     def __init__(self, name: str, trainer: Trainer, batches: Sequence[Batch]) -> None:
