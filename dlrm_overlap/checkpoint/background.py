@@ -29,7 +29,7 @@ class BackgroundWrites(Generic[Written]):
         self._given: Sequence[Any] = ()
         """the arguments of `_background`"""
         self._group: dist.ProcessGroup | None = None
-        """of the thread's collectives, see `_make_group`"""
+        """process group of the thread's collectives, see `_make_group`"""
         self._wait_timeout_s = wait_timeout_s
 
     def _make_group(self) -> None:

@@ -85,7 +85,7 @@ class _ChecksummedFiles(FileSystem):
 
 
 def save_tensors(content: Any, file: Any) -> None:
-    """Write `content` as `torch.save` does, but raise what the file raises: an OSError, or that it is interrupted."""
+    """Call `torch.save`, but raise the file's own error instead of torch's: an OSError, or an interruption."""
     try:
         torch.save(content, file)
     except RuntimeError as error:  # torch.save's own, in place of the file's

@@ -202,7 +202,7 @@ def is_checkpoint(path: Path) -> bool:
 
 
 def may_exist(path: Path) -> bool:
-    """Whether there is something at `path`, or this user may not look, as reading it then says."""
+    """Return whether something is at `path`; True also if this user may not look, which reading it then reports."""
     try:
         os.stat(path)
     except PermissionError:

@@ -65,7 +65,7 @@ def discard(path: Path) -> None:
 
 
 def discard_at_once(path: Path) -> None:
-    """Rename `path`, so that nobody takes it, and remove it; what cannot be removed stays for `discard_partial`."""
+    """Rename `path`, so that no reader finds it, then remove it; what is left of it is for `discard_partial`."""
     names = (path.with_name(f"{PARTIAL}removed_{path.name}_{number}") for number in itertools.count())
     removed = next(name for name in names if not os.path.lexists(name))
     os.replace(path, removed)

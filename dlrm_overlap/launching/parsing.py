@@ -274,7 +274,7 @@ def _suggest_option(name: str, known: Sequence[str]) -> str:
 
 
 class Parser(ArgumentParser):
-    """Argument parser: a mistake is one line, types may be as `PositiveInt | None`, and the help has the defaults."""
+    """Argument parser with mistakes in one line, types such as `PositiveInt | None`, and defaults in the help."""
 
     def __init__(self, prog: str, description: str, usage: str | None = None) -> None:
         super().__init__(prog, usage, description, allow_abbrev=False)

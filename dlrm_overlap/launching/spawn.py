@@ -30,9 +30,9 @@ def spawn(argv: Sequence[str], nproc: int) -> int:
     """Run `python -m dlrm_overlap ARGV` as `nproc` ranks on this machine; return the first failing exit code, or 0.
 
     If a rank fails, the others are killed, and standard error names it. SIGUSR1 is forwarded to the ranks, and SIGTERM,
-    SIGHUP and SIGINT as SIGTERM, so that ranks may save. A rank that is left five minutes after another one has ended
-    so is killed. A second signal, unless it is another SIGHUP, ends all ranks at once. The exit code after a signal is
-    the ranks' if it is `lifetime.SAVED` or `UNSAVED`, else 128 + signal.
+    SIGHUP and SIGINT as SIGTERM, so that ranks may save. A rank that still runs five minutes after another one has
+    ended with `lifetime.SAVED` or `UNSAVED` is killed. A second signal, unless it is another SIGHUP, ends all ranks at
+    once. The exit code after a signal is the ranks' if it is one of these two, else 128 + signal.
 
     Ranks lead process groups, so their loader processes end with them, and Linux kills ranks whose launcher is killed.
     Call it in the main thread. Raises `InputError` inside another launcher of several processes.
