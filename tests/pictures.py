@@ -80,7 +80,7 @@ _LEARNING_STYLES = {
     "pgas_bf16": (":", "black"),
 }
 
-DRIFTS = ("drift", "drift_gpus")  # names of files of rows, and of their pictures
+DRIFTS = ("drift", "drift_gpu")  # names of files of rows, and of their pictures
 # Contenders of `bench drift`, and the colors and styles of their lines.
 _DESIGNS = {
     "modulus": ("#9d9da1", "-"),
