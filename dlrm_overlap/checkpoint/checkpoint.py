@@ -28,14 +28,15 @@ from dlrm_overlap.checkpoint.manifest import (
     Manifest,
     check_fits,
     is_checkpoint,
+    last_saves_first,
     newest_first,
     read_complete,
     read_manifest,
     without_checksums,
     write_manifest,
 )
-from dlrm_overlap.checkpoint.pieces import ChecksummedFile, DamagedError, Piece
-from dlrm_overlap.checkpoint.storage import LackOfMemoryError, save_extents
+from dlrm_overlap.checkpoint.pieces import ChecksummedFile, DamagedError, Piece, UnreadableError
+from dlrm_overlap.checkpoint.storage import save_extents
 from dlrm_overlap.comm.every_rank import gathered, on_every_rank
 from dlrm_overlap.config import EVAL_FRACTION, Config, InputError, flatten
 from dlrm_overlap.data.batch import Dataset
@@ -189,14 +190,14 @@ class Checkpointer:
         any rank. `changed` is the key `checkpoint.allow_config_mismatch`.
 
         Raises:
-            InputError: if the checkpoint is damaged, differs between ranks, or does not fit this run.
+            InputError: if the checkpoint is damaged, cannot be read now, differs between ranks, or does not fit this
+                run.
         """
         if resume == "never":
             return None
         paths = [Path(resume)]
         if resume == "auto":
-            manifests, unreadable = newest_first(self.folder)
-            paths = gathered([*unreadable, *manifests], world())[0]
+            paths = gathered(last_saves_first(self.folder), world())[0]
         faults: list[str] = []
         for path in paths:
             try:
@@ -336,7 +337,7 @@ class Checkpointer:
         state = model.state_dict(), optimizer.state_dict()
         try:
             load_into(model, path, local_extents(*state, cuts_of(model)), self.tick)
-        except (DamagedError, LackOfMemoryError):
+        except (DamagedError, UnreadableError):
             raise
         except InputError as error:
             raise InputError(f"checkpoint.resume: {error}; name another checkpoint") from None

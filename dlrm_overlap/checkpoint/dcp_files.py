@@ -31,8 +31,9 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future as TorchFuture
 
 from dlrm_overlap.checkpoint.manifest import MANIFEST, Manifest, read_manifest
-from dlrm_overlap.checkpoint.pieces import CheckedFile, ChecksummedFile, DamagedError, Piece
+from dlrm_overlap.checkpoint.pieces import CheckedFile, ChecksummedFile, DamagedError, Piece, UnreadableError
 from dlrm_overlap.config import InputError, in_one_line
+from dlrm_overlap.launching.resources import exhausted_memory
 
 METADATA = ".metadata"
 _STEP = re.compile(r"step_([0-9]+)$")  # end of the name of the folder that was written
@@ -133,7 +134,10 @@ class Reader(FileSystemReader):
                 part = narrow_tensor_by_index(tensor, item.storage_offsets, item.lengths)
                 target = planner.resolve_tensor(item).detach()
                 if target.size() != part.size():
-                    raise ValueError(f"a piece of {item.dest_index.fqn} has another shape than {METADATA} says")
+                    raise DamagedError(
+                        f"{self._folder} is damaged: a piece of {item.dest_index.fqn} has another shape than "
+                        f"{METADATA} says"
+                    )
                 target.copy_(part)
                 planner.commit_tensor(item, target)
         done: TorchFuture[None] = TorchFuture()
@@ -157,7 +161,7 @@ class Reader(FileSystemReader):
             try:
                 return torch.load(file, map_location="cpu", weights_only=True)  # type: ignore[arg-type]
             except Exception as error:
-                raise file.fault or error from None
+                raise file.fault or _cannot_load(self._folder / name, error) from None
 
     def _pieces_of(self, span: _ByteRange) -> list[Piece]:
         (name, begin, size), manifest = span, self._manifest
@@ -181,13 +185,19 @@ def read_metadata(checkpoint: Path, manifest: Manifest) -> dcp.Metadata:
             data = pieces.readall()  # checks it before it is unpickled
         metadata = _Unpickler(io.BytesIO(data)).load()
         step = _STEP.search(str(metadata.storage_meta.checkpoint_id))
-    except DamagedError:
+    except (DamagedError, UnreadableError):
         raise
     except Exception as error:  # a damaged pickle may raise anything
-        raise DamagedError(f"{file} is damaged ({type(error).__name__}: {in_one_line(error):.120})") from None
+        raise _cannot_load(file, error) from None
     if step and int(step[1]) != manifest.step:
         raise DamagedError(f"{file} is of step {step[1]}, and {MANIFEST} of step {manifest.step}")
     return metadata
+
+
+def _cannot_load(file: Path, error: Exception) -> InputError:
+    if exhausted_memory(error):
+        return UnreadableError(f"{file}: no memory is left to load it; free some on this machine, and try again")
+    return DamagedError(f"{file} is damaged ({type(error).__name__}: {in_one_line(error):.120})")
 
 
 class _Unpickler(pickle.Unpickler):

@@ -172,7 +172,7 @@ def read_changes(path: Path, manifest: DeltaManifest) -> Iterator[ChangedRows]:
                     parquet = pq.ParquetFile(source)
                     for group in range(parquet.num_row_groups):
                         yield _changes(parquet.read_row_group(group))
-            except DamagedError:
+            except InputError:
                 raise
             except (pa.ArrowException, OSError, KeyError, ValueError) as error:
                 text = f"{type(error).__name__}: {in_one_line(error):.120}"

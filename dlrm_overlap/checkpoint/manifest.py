@@ -5,14 +5,13 @@ import json
 import logging
 import os
 import re
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
 from xxhash import xxh3_128
 
-from dlrm_overlap.checkpoint.pieces import DamagedError, Piece
+from dlrm_overlap.checkpoint.pieces import DamagedError, Piece, cannot_read
 from dlrm_overlap.config import InputError, in_one_line
 from dlrm_overlap.data.encoding import FILES, FOLDER, Encoded, other_encoding
 from dlrm_overlap.launching.files import open_file
@@ -87,7 +86,8 @@ def read_manifest(checkpoint: Path) -> Manifest:
     """Return the manifest of the folder `checkpoint`.
 
     Raises:
-        DamagedError: if it cannot be read or has been changed.
+        DamagedError: if it is missing or has been changed.
+        UnreadableError: if it cannot be read now.
         InputError: if its format is unknown.
     """
     return read_manifest_file(checkpoint / MANIFEST, Manifest)
@@ -118,7 +118,7 @@ def read_manifest_file(path: Path, kind: type[Kind]) -> Kind:
     except InputError:
         raise
     except OSError as error:
-        raise DamagedError(f"{path} cannot be read ({error.strerror})") from None
+        raise cannot_read(path, error) from None
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise DamagedError(f"{path} is damaged ({in_one_line(error):.80})") from None
     return manifest
@@ -187,7 +187,7 @@ def check_sizes(checkpoint: Path, manifest: Manifest) -> None:
             with open_file(path) as file:
                 size = os.fstat(file.fileno()).st_size
         except OSError as error:
-            raise DamagedError(f"{path} cannot be read ({error.strerror})") from None
+            raise cannot_read(path, error) from None
         if size != expected:
             raise DamagedError(f"{path} has {size} bytes, not {expected}")
 
@@ -253,17 +253,21 @@ def newest_first(folder: Path) -> tuple[dict[Path, Manifest], list[Path]]:
     return dict(sorted(manifests.items(), key=lambda item: -item[1].saved)), unreadable[::-1]
 
 
-def newest_checkpoint(folder: Path) -> Path | None:
-    """Return the last save in `folder`; None if there is none.
+def last_saves_first(folder: Path) -> list[Path]:
+    """Return the checkpoints in `folder`, last save first.
 
     A checkpoint whose manifest is unreadable does not tell when it was saved: it counts as the last save if its step
-    exceeds the last readable one's.
+    exceeds the last readable one's, else as the first.
     """
-    return _last_save(*newest_first(folder))
+    manifests, unreadable = newest_first(folder)
+    last = max((_step_of(path) for path in [*manifests][:1]), default=-1)
+    later = [path for path in unreadable if _step_of(path) > last]
+    return [*later, *manifests, *unreadable[len(later) :]]
 
 
-def _last_save(manifests: Mapping[Path, Manifest], unreadable: Sequence[Path]) -> Path | None:
-    return max([*unreadable[:1], *[*manifests][:1]], key=_step_of, default=None)
+def newest_checkpoint(folder: Path) -> Path | None:
+    """Return the last save in `folder`, see `last_saves_first`; None if there is none."""
+    return next(iter(last_saves_first(folder)), None)
 
 
 def locate_checkpoint(path: Path, key: str, others: str = "") -> Path:
@@ -273,9 +277,8 @@ def locate_checkpoint(path: Path, key: str, others: str = "") -> Path:
     """
     if is_checkpoint(path):
         return path
-    manifests, unreadable = newest_first(path / "checkpoints")
-    if newest := _last_save(manifests, unreadable):
-        for each in unreadable:
+    if newest := newest_checkpoint(path / "checkpoints"):
+        for each in newest_first(path / "checkpoints")[1]:
             if each != newest:
                 log.warning(
                     "%s: %s cannot be read (see `checkpoint verify`); taking %s as the newest", key, each, newest

@@ -3,6 +3,7 @@
 A large tensor is one piece, so that `torch.load` reads it straight into its memory.
 """
 
+import errno
 import io
 import os
 from bisect import bisect_right
@@ -26,6 +27,29 @@ class DamagedError(InputError):
     """The files of a checkpoint were changed after they were written."""
 
     cure = "copy it again, or give another"
+
+
+class UnreadableError(InputError):
+    """The files of a checkpoint could not be read for a reason that is not in them, so they may be intact."""
+
+    cure = "the checkpoint may be intact: remove the cause, and try again"
+
+
+_CURES = {
+    errno.EMFILE: "raise the limit of `ulimit -n`",
+    errno.ENFILE: "close other programs on this machine",
+    errno.ENOMEM: "free memory on this machine",
+    errno.EACCES: "correct its permissions",
+    errno.EPERM: "correct its permissions",
+}
+
+
+def cannot_read(path: Path, error: OSError) -> InputError:
+    """Return an UnreadableError if `error` is about this user or machine, else a DamagedError."""
+    text = f"{path} cannot be read ({error.strerror})"
+    if cure := _CURES.get(error.errno or 0):
+        return UnreadableError(f"{text}; {cure}, and try again")
+    return DamagedError(text)
 
 
 class Piece(NamedTuple):
@@ -99,12 +123,12 @@ class CheckedFile(io.RawIOBase):
     """Consecutive pieces of a file, readable as a file from position 0; a context manager.
 
     A piece is checked before its bytes are returned, or on exit if it was not read. If a checksum differs, a
-    DamagedError is raised.
+    DamagedError is raised, and an UnreadableError if the file cannot be read now.
     """
 
     def __init__(self, path: Path, begin: int, pieces: list[Piece]) -> None:
         super().__init__()
-        self.fault: DamagedError | None = None
+        self.fault: InputError | None = None
         """the last error raised, which a caller in C++ may replace by its own"""
         self._path, self._first, self._pieces = path, begin, pieces
         *self._begins, self._size = accumulate((piece.size for piece in pieces), initial=0)
@@ -113,7 +137,7 @@ class CheckedFile(io.RawIOBase):
         try:
             self._file = open_file(path)
         except OSError as error:
-            raise DamagedError(f"{path} cannot be read ({error.strerror})") from None
+            raise cannot_read(path, error) from None
 
     def readable(self) -> bool:
         return True
@@ -154,7 +178,8 @@ class CheckedFile(io.RawIOBase):
             if piece.checksum:
                 hashed.update(chunk)
         if piece.checksum not in ("", hashed.hexdigest()):
-            self._fail(f"is damaged: the checksum of bytes {begin} to {begin + piece.size} differs")
+            at = f"bytes {begin} to {begin + piece.size}"
+            self._fail(DamagedError(f"{self._path} is damaged: the checksum of {at} differs"))
         self._unread.discard(index)
 
     def _read_chunk(self, begin: int, chunk: memoryview) -> None:
@@ -162,13 +187,13 @@ class CheckedFile(io.RawIOBase):
             while chunk and (count := os.preadv(self._file.fileno(), [chunk], begin)):
                 chunk, begin = chunk[count:], begin + count
         except OSError as error:
-            self._fail(f"cannot be read ({error.strerror})")
+            self._fail(cannot_read(self._path, error))
         if chunk:
-            self._fail(f"is damaged: it ends at byte {begin}")
+            self._fail(DamagedError(f"{self._path} is damaged: it ends at byte {begin}"))
 
-    def _fail(self, fault: str) -> NoReturn:
-        self.fault = DamagedError(f"{self._path} {fault}")
-        raise self.fault
+    def _fail(self, fault: InputError) -> NoReturn:
+        self.fault = fault
+        raise fault
 
     def __exit__(self, error: object, *_: object) -> None:
         with self._file:

@@ -39,18 +39,12 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from dlrm_overlap.checkpoint.dcp_files import Reader, Writer
 from dlrm_overlap.checkpoint.extents import Extent, is_finite, sources
 from dlrm_overlap.checkpoint.manifest import Manifest
-from dlrm_overlap.checkpoint.pieces import DamagedError, Piece
+from dlrm_overlap.checkpoint.pieces import DamagedError, Piece, UnreadableError
 from dlrm_overlap.comm.every_rank import gathered
 from dlrm_overlap.config import InputError, PeerError, in_one_line
 from dlrm_overlap.launching.resources import exhausted_memory
 
 _PIECE_BYTES = 1 << 26  # copied to the CPU, and read, at a time
-
-
-class LackOfMemoryError(InputError):
-    """A rank has no memory left to load a checkpoint, which may be intact."""
-
-    cure = "free some on its machine, and try again"
 
 
 def save_extents(
@@ -90,7 +84,7 @@ def load_extents(path: Path, extents: Sequence[Extent], tick: Callable[[], None]
 
     Raises:
         DamagedError: on all ranks, if a file is damaged. Some extents are then filled.
-        LackOfMemoryError: on all ranks, if one has no memory left.
+        UnreadableError: on all ranks, if one cannot read it now, for example without memory.
         InputError: on all ranks, if a tensor is missing or has another shape.
     """
     planner = _LoadPlanner(extents, tick)
@@ -128,11 +122,11 @@ def read_pieces(
 
 
 def find_faults(path: Path) -> list[str]:
-    """Return what is wrong with the tensors of a checkpoint; a LackOfMemoryError if they cannot be read for it."""
+    """Return what is wrong with the tensors of a checkpoint; an UnreadableError if they cannot be read now."""
     planner = _VerifyPlanner([], lambda: None)
     try:
         _read(path, planner)
-    except LackOfMemoryError:
+    except UnreadableError:
         raise
     except InputError as error:
         return [str(error)]
@@ -177,14 +171,16 @@ def _read(path: Path, planner: DefaultLoadPlanner, manifest: Manifest | None = N
         rank, cause = _first_failure(error)
         if not isinstance(cause, Exception):  # DCP also collects KeyboardInterrupt and SystemExit
             raise cause from None
-        if isinstance(cause, DamagedError):
-            raise DamagedError(str(cause)) from None
+        if isinstance(cause, (DamagedError, UnreadableError)):
+            raise type(cause)(str(cause)) from None
         if isinstance(cause, InputError):
             raise InputError(f"{path}: {cause}") from None
-        text = f"{type(cause).__name__}: {in_one_line(cause):.200}"
         if exhausted_memory(cause):
-            raise LackOfMemoryError(f"{path}: rank {rank} has no memory left to load it") from None
-        raise DamagedError(f"{path} cannot be read by rank {rank} ({text})") from None
+            raise UnreadableError(
+                f"{path}: rank {rank} has no memory left to load it; free some on its machine, and try again"
+            ) from None
+        text = f"{type(cause).__name__}: {in_one_line(cause):.200}"
+        raise UnreadableError(f"{path} cannot be read by rank {rank} ({text})") from None
 
 
 def _first_failure(error: CheckpointException) -> tuple[int, BaseException]:

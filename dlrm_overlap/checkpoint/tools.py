@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from dlrm_overlap.checkpoint.manifest import ENCODING_FILES, MANIFEST, is_checkpoint, read_complete, read_manifest
-from dlrm_overlap.checkpoint.pieces import CheckedFile, DamagedError
+from dlrm_overlap.checkpoint.pieces import CheckedFile, DamagedError, UnreadableError
 from dlrm_overlap.config import InputError
 from dlrm_overlap.launching.files import replacing
 from dlrm_overlap.launching.text_table import plain
@@ -36,6 +36,8 @@ def verify(path: Path) -> list[str]:
     _check_named(path)
     try:
         read_complete(path)
+    except UnreadableError:
+        raise
     except InputError as error:
         return [str(error)]
     from dlrm_overlap.checkpoint.storage import find_faults  # loads torch

@@ -1,5 +1,6 @@
 """Damaged and forged checkpoints: every changed bit is found, nothing is executed, and nothing hangs."""
 
+import errno
 import functools
 import io
 import json
@@ -116,6 +117,29 @@ def test_a_run_goes_on_from_the_checkpoint_before_with_one_warning(
     DAMAGE[damage](before / file)
     with refuses("and no earlier checkpoint is complete"):
         _resume(tmp_path)
+
+
+@pytest.mark.parametrize("file", FILES)
+@pytest.mark.parametrize(("number", "cure"), [(errno.EMFILE, "raise the limit of `ulimit -n`"), (errno.EACCES, "corr")])
+def test_a_run_does_not_go_on_from_an_earlier_checkpoint_if_it_cannot_read_the_newest_one_now(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: str, number: int, cure: str
+) -> None:
+    """Later saves would remove the newest one, which may be intact; of an earlier one the run needs nothing."""
+    before, newest = _save(tmp_path, 2, 4)
+    opened, refused = os.open, newest / file
+
+    def refuse(path: Any, *args: Any, **options: Any) -> int:
+        if str(path) == str(refused):
+            raise OSError(number, os.strerror(number), str(path))
+        return opened(path, *args, **options)
+
+    monkeypatch.setattr(os, "open", refuse)
+    text = rf"{newest / file} cannot be read \({os.strerror(number)}\); {cure}"
+    for resume in ("auto", str(newest)):
+        with refuses(text):
+            _resume(tmp_path, resume)
+    refused = before / file
+    assert _resume(tmp_path) == newest
 
 
 def test_a_checkpoint_of_a_later_version_is_refused_and_stays(tmp_path: Path) -> None:

@@ -18,7 +18,8 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from dlrm_overlap.checkpoint import dcp_files, extents, storage
 from dlrm_overlap.checkpoint.checkpoint import Checkpointer
 from dlrm_overlap.checkpoint.extents import Extent, is_finite, local_extents
-from dlrm_overlap.checkpoint.storage import LackOfMemoryError, load_extents
+from dlrm_overlap.checkpoint.pieces import UnreadableError
+from dlrm_overlap.checkpoint.storage import load_extents
 from dlrm_overlap.checkpoint.tools import verify
 from tests.agreement import assert_same
 from tests.conftest import file_limit, refuses
@@ -82,15 +83,26 @@ def _load(path: Path, cuts: list[int]) -> tuple[torch.Tensor, list[torch.Tensor]
 def test_a_lack_of_memory_is_no_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
     """A run that resumes would go back to an earlier checkpoint, and remove the newest one at its next save."""
 
-    def fail(*_: Any) -> Any:
+    def fail(*_: Any, **__: Any) -> Any:
         raise error
 
     path = write_table(tmp_path, [0])
-    with pytest.raises(LackOfMemoryError, match="step_3: rank 0 has no memory left to load it"):
+    with pytest.raises(UnreadableError, match="step_3: rank 0 has no memory left to load it"):
         load_extents(path, local_extents(*_empty([0])), fail)
     monkeypatch.setattr(storage, "is_finite", fail)
-    with pytest.raises(LackOfMemoryError):
+    with pytest.raises(UnreadableError):
         verify(path)
+    monkeypatch.setattr(torch, "load", fail)
+    with pytest.raises(UnreadableError, match=r"distcp: no memory is left to load it; free some"):
+        load_extents(path, local_extents(*_empty([0])))
+
+
+def test_an_error_of_the_device_is_no_damage(tmp_path: Path) -> None:
+    def fail() -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    with pytest.raises(UnreadableError, match=r"step_3 cannot be read by rank 0 \(RuntimeError: CUDA error"):
+        load_extents(write_table(tmp_path, [0]), local_extents(*_empty([0])), fail)
 
 
 @pytest.mark.parametrize("piece_bytes", [1 << 26, 20], ids=["whole", "in pieces"])
