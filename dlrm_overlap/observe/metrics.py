@@ -149,10 +149,10 @@ def _metrics_of(sums: torch.Tensor) -> dict[str, float]:
     negatives, positives = negative.sum().item(), positive.sum().item()
     losses, predicted = sums[_LOSS:].tolist()
     below = negative.cumsum(0) - negative / 2
-    auroc = (positive @ below).item() / (positives * negatives) if positives and negatives else math.nan
+    undefined = not (positives and negatives) or math.isnan(predicted)  # a logit that is NaN is in a bin, too
     count = positives + negatives
     return {
-        "auroc": auroc,
+        "auroc": math.nan if undefined else (positive @ below).item() / (positives * negatives),
         "ne": normalised_entropy(losses / count, positives / count) if count else math.nan,
         "calibration": predicted / positives if positives else math.nan,
     }
