@@ -34,6 +34,7 @@ _NOT_TEXT = {  # by first bytes
     b"\xff\xfe": "text in UTF-16, not in UTF-8",
     b"\xfe\xff": "text in UTF-16, not in UTF-8",
 }
+_OPEN = 'a quote (") at the start of a field has no end, so that all lines after it are in this field'
 _DAY = re.compile(r"day_(\d{1,3})(?!\d)")  # longer numbers are dates
 
 
@@ -98,14 +99,17 @@ def read_files(
                 bar.estimate(rows * sum(sizes) / max(1, sum(sizes[:i]) + read))
                 yield use(file, row, block)
         except _READ_ERRORS as error:
-            raise InputError(f"{file}: {in_one_line(error)}; {cure}") from None
+            reason = in_one_line(error)
+            if "straddling" in reason:  # two blocks
+                reason = f"a row is longer than {block_bytes} bytes, or {_OPEN}"
+            raise InputError(f"{file}: {reason}; {cure}") from None
 
 
 def _read_blocks(
     file: Path, schema: Schema, block_bytes: int, names: Sequence[str]
 ) -> Iterator[tuple[int, pa.RecordBatch, int]]:
     """Yield the number of each block's first row, the block, and how many bytes were read so far, of text."""
-    row, size = 1, file.stat().st_size
+    row, size, last = 1, file.stat().st_size, None
     if not size:
         return
     if (fragment := _fragment(file)) is not None:
@@ -119,10 +123,23 @@ def _read_blocks(
         found = _open_csv(text, schema, block_bytes).schema.names if columns is None else columns
         _require_columns(names, found, schema)
         text, read = _text(file, block_bytes)
-        blocks = _open_csv(text, schema, block_bytes, names, column_names=columns)
+        last = found[-1]
+        blocks = _open_csv(text, schema, block_bytes, list(dict.fromkeys([*names, last])), column_names=columns)
+    cell = b""
     for block in blocks:
-        yield row, block, read()
+        yield row, block.select(names), read()
         row += block.num_rows
+        cell = block.column(last)[-1].as_py() if last is not None and block.num_rows else cell
+    # Arrow reads all that follows a quote without an end as one field, in the last column if the row has all fields.
+    if b"\n" in cell and not _ends_with_quote(_text(file, block_bytes)[0], block_bytes):
+        raise ValueError(f"row {row - 1}, column {last}: {_OPEN}")
+
+
+def _ends_with_quote(text: Any, block_bytes: int) -> bool:
+    end = b""
+    while part := text.read(block_bytes):
+        end = (end + part).rstrip(b"\r\n")[-1:]
+    return end == b'"'
 
 
 def _fragment(file: Path) -> Any:

@@ -137,6 +137,33 @@ def test_a_last_line_needs_no_end(suffix: str, block_bytes: int, tmp_path: Path)
         assert found(b"a,b" + end, replace(schema, columns=["s", "y", "t"]), ["t"])["t"].to_pylist() == [b"b"]
 
 
+@pytest.mark.parametrize("suffix", ["", ".gz"])
+@pytest.mark.parametrize(
+    ("last", "good"),
+    [
+        (b'"b\n"', True),
+        (b'"b\n0,c"', True),
+        (b'"b\n"\r\n\n', True),
+        (b'"b\n0,c', False),
+        (b'"b\n0,c\n', False),
+        (b'"b\r\n0,c\r\n', False),
+        (b'"b' + b"\n0,c" * 20, False),
+    ],
+)
+def test_rows_after_a_quote_without_an_end_are_not_lost(last: bytes, good: bool, suffix: str, tmp_path: Path) -> None:
+    content, schema = b"y,s\n1,a\n0," + last, Schema(labels={"y": Label()}, categorical={"s": Categorical("string", 9)})
+    file = tmp_path / f"in.csv{suffix}"
+    file.write_bytes(gzip.compress(content) if suffix else content)
+    if good:
+        assert read_all(file, schema, ["y"]).num_rows == 2  # s is the last column, which is read for its quotes
+        return
+    for names in (["y"], ["s", "y"]):
+        with refuses(rf"in.csv{suffix}: row 3, column s: a quote .* has no end, .*; correct it"):
+            read_all(file, schema, names)
+    with refuses("(column s:|a row is longer than 12 bytes, or) a quote .* has no end"):
+        read_all(file, schema, ["y"], block_bytes=12)
+
+
 @pytest.mark.parametrize("block_bytes", [32, 100, 1 << 21])
 def test_quoted_fields_may_contain_line_breaks(block_bytes: int, tmp_path: Path) -> None:
     rng, values = np.random.default_rng(0), ["a", "b\n1,c", "d\n", "\n0,z\n1,q", 'say ""x""\n']
