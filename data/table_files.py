@@ -31,6 +31,7 @@ _NOT_TEXT = {  # by first bytes
     b"PK\x03\x04": "a zip file, such as a spreadsheet, which is neither text nor Parquet",
     b"PAR1\x15": "a Parquet file, whose name does not end in .parquet",
     b"\xfd7zXZ": "packed by xz, and only files packed by gzip, bz2, zstd or lz4 are read",
+    b"\x1f\x8b": "packed by gzip, though its name does not end in .gz",
     b"\xff\xfe": "text in UTF-16, not in UTF-8",
     b"\xfe\xff": "text in UTF-16, not in UTF-8",
 }

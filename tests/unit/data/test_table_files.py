@@ -198,6 +198,7 @@ def test_unreadable_files_are_named(tmp_path: Path) -> None:
         "text.parquet": (text, "not a parquet file"),
         "sheet.xlsx": (zipped(text), "a zip file, such as a spreadsheet, which is neither text nor Parquet; correct"),
         "packed.tsv.xz": (lzma.compress(text), "packed by xz, and only files packed by gzip, bz2"),
+        "packed.tsv": (gzip.compress(text), r"packed by gzip, though its name does not end in \.gz"),
         "wide.tsv": (text.decode("ascii").encode("utf-16"), "text in UTF-16, not in UTF-8"),
         "parquet.tsv": (in_parquet(), r"a Parquet file, whose name does not end in \.parquet"),
         "text.arrow": (text, "Not an Arrow file"),
