@@ -42,14 +42,18 @@ _DAY = re.compile(r"day_(\d{1,3})(?!\d)")  # longer numbers are dates
 def table_files(path: Path) -> list[Path]:
     """Return the file `path`, or the files of the folder `path` in natural order: day_2 before day_10.
 
-    Names that begin with `.` or `_` are left out. Raises an InputError if there is no file, if a file is there both
-    plain and compressed, if the numbers of day_0, day_1, .. have a gap, or if `prepare` wrote the folder.
+    Names that begin with `.` or `_` are left out. Raises an InputError if there is no file, if a link leads nowhere, if
+    a file is there both plain and compressed, if the numbers of day_0, day_1, .. have a gap, or if `prepare` wrote the
+    folder.
     """
     if path.is_file():
         return [path]
     if is_prepared(path) and (path / "records").exists():
         raise InputError(f"{path}: a folder that `prepare` wrote, not a table; name the table that it was made of")
-    files = [file for file in path.iterdir() if file.is_file() and file.name[0] not in "._"] if path.is_dir() else []
+    found = [file for file in path.iterdir() if file.name[0] not in "._"] if path.is_dir() else []
+    if lost := sorted(file for file in found if not file.exists()):
+        raise InputError(f"{lost[0]}: a link to a file that is not there; bring the file back, or remove the link")
+    files = [file for file in found if file.is_file()]
     if not files:
         raise InputError(
             f"{path}: no such file, or a folder with no file of its own; name a file of samples, or a folder of them"

@@ -217,6 +217,9 @@ def test_folders_give_their_files_in_natural_order(tmp_path: Path) -> None:
     for name in ("none", "missing"):
         with refuses(f"{name}: no such file"):
             table_files(tmp_path / name)
+    (tmp_path / "part_3").symlink_to("elsewhere")
+    with refuses("part_3: a link to a file that is not there"):
+        table_files(tmp_path)
 
 
 @pytest.mark.parametrize(
