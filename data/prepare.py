@@ -70,6 +70,11 @@ def prepare_files(
             layout = write_samples(target, layout, read(bar, encoder.encode), timed=bool(schema.time))
         if not layout.samples:
             raise InputError(f"{source}: no samples; name a file, or a folder, that has some")
+        if encoder.learns and layout.samples != rows:
+            raise InputError(
+                f"{source}: {rows} rows when values were counted, then {layout.samples}, so it has changed meanwhile; "
+                f"prepare it again once nothing writes to it"
+            )
         return layout, unknown_values(*encoder.take_counts(), schema) if like else []
 
 

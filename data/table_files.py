@@ -96,7 +96,7 @@ def read_files(
     Raises:
         InputError: if a file cannot be read, or lacks a column; also if `use` raises a ValueError.
     """
-    sizes, rows = [file.stat().st_size for file in files], 0
+    sizes, rows = [_size(file, cure) for file in files], 0
     for i, file in enumerate(files):
         try:
             for row, block, read in _read_blocks(file, schema, block_bytes, schema.read if names is None else names):
@@ -108,6 +108,13 @@ def read_files(
             if "straddling" in reason:  # two blocks
                 reason = f"a row is longer than {block_bytes} bytes, or {_OPEN}"
             raise InputError(f"{file}: {reason}; {cure}") from None
+
+
+def _size(file: Path, cure: str) -> int:
+    try:
+        return file.stat().st_size
+    except OSError as error:  # such as of a file that was removed since `table_files` found it
+        raise InputError(f"{file}: cannot be read ({error.strerror}); {cure}") from None
 
 
 def _read_blocks(

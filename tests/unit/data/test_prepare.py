@@ -71,6 +71,29 @@ def test_a_malformed_line_leaves_no_folder(source: Path, target: Path) -> None:
     assert not target.exists()
 
 
+@pytest.mark.parametrize(
+    ("content", "rule"),
+    [
+        (None, r"day_2: cannot be read \(No such file or directory\); correct the file"),
+        (text(29, 2), "text: 95 rows when values were counted, then 94, so it has changed .*; prepare it again"),
+        (text(31, 2), "text: 95 rows when values were counted, then 96"),
+    ],
+)
+def test_files_that_change_between_the_readings_are_named(
+    source: Path, target: Path, content: bytes | None, rule: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    finish = encoder.Encoder.finish
+
+    def change(self: encoder.Encoder) -> dict[str, np.ndarray]:
+        (source / "day_2").unlink() if content is None else (source / "day_2").write_bytes(content)
+        return finish(self)
+
+    monkeypatch.setattr(encoder.Encoder, "finish", change)
+    with refuses(rule):
+        prepare_criteo(source, target, min_count=1)
+    assert not target.exists()
+
+
 def test_a_folder_that_is_there_stays_as_it_is(source: Path, target: Path) -> None:
     prepare_criteo(source, target, rows=13)
     before = contents(target)
