@@ -263,6 +263,8 @@ def _plain(array: Any) -> Any:
         return _without(array, array.is_null(nan_is_null=True))
     if types.is_temporal(array.type):
         array = array.cast(pa.string())
+    if types.is_decimal(array.type) and array.type.bit_width < 128:  # for which Arrow lacks functions
+        array = array.cast(pa.decimal128(array.type.precision, array.type.scale))
     kept = types.is_nested(array.type) or types.is_primitive(array.type) or types.is_decimal(array.type)
     return array if kept else array.cast(pa.binary())
 

@@ -58,6 +58,7 @@ TABLE = {
     "item": Cells("int", pa.float64(), [5.0, NAN, None, 7.0, 2.0**60, 1.5 * 2.0**63]),
     "shop": Cells("int", pa.string(), ["5.0", "007", "", None, "+3", "1e3"]),
     "adult": Cells("int", pa.bool_(), [True, None, False, True, False, False]),
+    "fee": Cells("int", pa.decimal32(7, 2), [Decimal("7.00"), None, Decimal("-5.00"), None, Decimal(0), Decimal(9)]),
     "code": Cells("hex", pa.string(), ["0x1F", "1f", "", None, "FFFFFFFFFFFFFFFF", "0000001f"]),
     "tags": Cells("string", pa.list_(CODED), [["a", "\u00f6"], [], None, [""], ["b", None, "NULL"], ["\u00df"]], "|"),
     "words": Cells("string", CODED, ["a|\u00f6|", "", None, "|", "b||NULL", "NULL"], "|"),
