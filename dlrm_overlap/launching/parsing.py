@@ -142,6 +142,15 @@ def find_config(given: str) -> Path:
     return own if os.path.isfile(own) and not os.path.isfile(given) else Path(given)
 
 
+def _check_not_a_pipe(path: Path) -> None:
+    """Raise an `InputError` if only the first process that reads `path` finds its content, as in `--config <(..)`."""
+    if os.path.isfile(path) or os.path.isdir(path):
+        return
+    # A launcher closes the shell's descriptor, so the path may be missing here.
+    if os.path.exists(path) or str(path).startswith(("/dev/fd/", "/proc/")):
+        raise InputError(f"--config: {path} is a pipe or a device, and each rank reads it; write it to a file first")
+
+
 def _read_file(path: Path, config: type) -> dict[str, Any]:
     try:
         with path.open("rb") as file:  # UTF-8 under every locale
@@ -385,8 +394,12 @@ def parse_config(
         parser.add_argument(f"--{key.name}", type=key.kind, default=SUPPRESS, metavar="VALUE", help=text)
     options = parser.read(with_new_names(argv))
     values = read_tree(defaults, config, "defaults") if defaults else {}
+    has_several_readers = getattr(options, "nproc", None) is not None or announced_rank() is not None
     for file in options.config:
-        values |= _read_file(find_config(file), config)
+        path = find_config(file)
+        if has_several_readers:
+            _check_not_a_pipe(path)
+        values |= _read_file(path, config)
     given = {key.name: vars(options).pop(key.name) for key in keys if key.name in vars(options)}
     values = {key: value for key, value in values.items() if _REPLACED_BY.get(key) not in given} | given
     return config(**_changes(config, values)), options

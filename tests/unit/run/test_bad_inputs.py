@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from unittest.mock import Mock
@@ -233,6 +234,26 @@ def test_a_wrong_configuration_file_is_refused_in_one_line(
     (tmp_path / "config.yaml").write_text(text)
     line = refusal(["train", "--config", str(tmp_path / "config.yaml")])
     assert all(part in line for part in parts), line
+
+
+def test_a_pipe_that_several_ranks_would_read_is_refused(
+    refusal: Refusal, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    reader, writer = os.pipe()
+    os.write(writer, b"train: {lr: x}\n")
+    os.close(writer)
+    pipe = ["train", "--config", f"/dev/fd/{reader}"]  # as bash's <(..)
+    message = "is a pipe or a device, and each rank reads it; write it to a file first"
+    assert message in refusal([*pipe, "--nproc", "2"])
+    monkeypatch.setenv("RANK", "0")
+    assert message in refusal(pipe)
+    monkeypatch.delenv("RANK")
+    assert "train.lr: x is not a number" in refusal(pipe)  # one process may read it
+    os.close(reader)
+    monkeypatch.setenv("RANK", "0")
+    assert message in refusal(pipe)  # which torchrun has closed
+    (tmp_path / "config.yaml").write_text("train: {lr: x}\n")
+    assert "train.lr: x is not a number" in refusal(["train", "--config", str(tmp_path / "config.yaml")])
 
 
 def test_a_data_set_below_one_batch_is_refused(tmp_path: Path, refusal: Refusal) -> None:
