@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from dlrm_overlap.config import InputError
 from dlrm_overlap.launching.launcher import World, is_loopback
+from dlrm_overlap.launching.resources import lacks_threads
 from dlrm_overlap.launching.watch import Progress, Watch
 
 if TYPE_CHECKING:
@@ -94,6 +95,8 @@ def init_process_group(
     except dist.DistBackendError:  # by NCCL, unrelated to the rendezvous
         raise
     except (OSError, RuntimeError) as error:  # by sockets, the store and gloo
+        if lacks_threads(error):
+            raise
         raise InputError(
             f"{world.source} launch: {world.world_size} ranks do not meet at {world.rendezvous} within "
             f"{timeout_s:g} s ({str(error).splitlines()[0]}); start all ranks, with MASTER_ADDR and MASTER_PORT a "

@@ -1,5 +1,6 @@
 """The cores and memory that this process may use. Imports no torch."""
 
+import errno
 import math
 import os
 from collections.abc import Iterator
@@ -36,6 +37,12 @@ def exhausted_memory(error: BaseException) -> str | None:
     if isinstance(error, MemoryError) or "DefaultCPUAllocator: " in in_one_line(error):
         return "machine"
     return None
+
+
+def lacks_threads(error: BaseException) -> bool:
+    """Return whether `error` says that this user or container may start no more threads and processes."""
+    said = in_one_line(error)
+    return "can't start new thread" in said or os.strerror(errno.EAGAIN) in said  # by Python; by fork and gloo
 
 
 def available_cores(root: Path = Path("/")) -> int:

@@ -18,7 +18,7 @@ from dlrm_overlap.launching import launcher, process_group
 from dlrm_overlap.launching.environment import code_digest
 from dlrm_overlap.launching.lifetime import HOLD_BACK_S, EndRequest, end_on_signals
 from dlrm_overlap.launching.parsing import Parser, parse_config
-from dlrm_overlap.launching.resources import check_processes, exhausted_memory
+from dlrm_overlap.launching.resources import check_processes, exhausted_memory, lacks_threads
 from dlrm_overlap.launching.spawn import spawn
 from dlrm_overlap.launching.watch import Progress
 
@@ -286,12 +286,12 @@ def _one_rank_reports() -> Iterator[None]:
 
     Rank 0 reports a user's mistake at once, since every rank finds it. Other errors may be caused by the end of a peer,
     so rank 0 delays them too, but less than the other ranks. A `PeerError` is delayed longest. An error for lack of
-    memory becomes an `InputError`.
+    memory or threads becomes an `InputError`.
     """
     try:
         yield
     except Exception as raised:
-        error = _as_lack_of_memory(raised) or raised
+        error = _as_lack(raised) or raised
         rank = launcher.announced_rank()
         held_back = 3 if isinstance(error, PeerError) else (rank != 0) + (not isinstance(error, InputError))
         if rank is not None and held_back:
@@ -302,14 +302,19 @@ def _one_rank_reports() -> Iterator[None]:
         raise error from raised
 
 
-def _as_lack_of_memory(error: Exception) -> InputError | None:
-    """Return an error with the cure if `error` says that there is no memory left, else None."""
+def _as_lack(error: Exception) -> InputError | None:
+    """Return an error with the cure if `error` says that there is no memory or thread left, else None."""
     exhausted, said = exhausted_memory(error), in_one_line(error) or type(error).__name__
     fewer = "take a smaller train.batch_size, fewer rows (data.tables.max_rows) or a smaller model"
     if exhausted == "GPU":
         return InputError(f"memory: none left on the GPU ({said:.200}); {fewer}, more ranks or embedding.memory auto")
     if exhausted == "machine":
         return InputError(f"memory: none left on this machine ({said[-200:]}); {fewer}, or more machines")
+    if lacks_threads(error) and not isinstance(error, InputError):  # which has a cure
+        return InputError(
+            f"limit of threads and processes: no more can be started ({said[-200:]}); raise it (`ulimit -u`, in a "
+            f"container `docker run --pids-limit`), or take fewer ranks, data.workers and OMP_NUM_THREADS"
+        )
     return None
 
 

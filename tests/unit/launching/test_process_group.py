@@ -105,6 +105,15 @@ def test_an_interface_that_is_not_there_is_reported_in_one_line(monkeypatch: pyt
         process_group.init_process_group(world, torch.device("cpu"), timeout_s=10)
 
 
+def test_a_lack_of_threads_is_not_taken_for_ranks_that_do_not_meet(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError("Resource temporarily unavailable")  # by gloo, whose threads do not start
+
+    monkeypatch.setattr(dist, "init_process_group", fail)
+    with pytest.raises(RuntimeError, match="Resource temporarily"):
+        process_group.init_process_group(World(0, 0, 1, 1, HERE, 0, "single"), torch.device("cpu"), timeout_s=10)
+
+
 @pytest.mark.parametrize("node", ["no.such.node.invalid", "999.1.1.1", "fe80::1%nosuch0"])
 def test_a_machine_without_an_address_is_reported_in_one_line(node: str) -> None:
     nowhere = World(0, 0, 2, 1, node, 29500, "slurm")

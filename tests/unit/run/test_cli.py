@@ -1,3 +1,4 @@
+import errno
 import importlib.metadata
 import math
 import os
@@ -241,9 +242,17 @@ def test_only_one_rank_reports_an_error(
             Mock(side_effect=torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.\n" + 900 * "x")),
             r"memory: none left on the GPU \(CUDA out of memory\. Tried to .*max_rows.*embedding\.memory auto$",
         ),
+        (
+            Mock(side_effect=RuntimeError("can't start new thread")),
+            r"limit of threads and processes: no more can be started \(can't start .*`ulimit -u`.* fewer ranks",
+        ),
+        (
+            Mock(side_effect=BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))),
+            r"no more can be started \(\[Errno 11\] Resource temporarily unavailable\)",
+        ),
     ],
 )
-def test_that_memory_ran_out_is_told_in_one_line(fail: Callable[[], Any], message: str) -> None:
+def test_that_memory_or_threads_ran_out_is_told_in_one_line(fail: Callable[[], Any], message: str) -> None:
     with refuses(message):
         run_on_ranks(
             ["train"], "", ["--config", "configs/quickstart.yaml"], lambda ranks: 0, check=lambda config, values: fail()
