@@ -445,6 +445,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except InputError as error:
         return _refuse("; ".join(filter(None, (str(error), error.cure))))
     except OSError as error:
+        if "usable temporary directory" in str(error):  # by tempfile, which torch calls when it is imported
+            return _refuse(f"TMPDIR: {error.strerror}; free disk space, or set TMPDIR to a folder that is yours")
         if error.filename is None or error.errno not in _CURES:
             raise
         return _refuse(f"{error.filename}: {error.strerror}; {_CURES[error.errno]}")

@@ -6,6 +6,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
@@ -257,6 +258,18 @@ def test_that_memory_or_threads_ran_out_is_told_in_one_line(fail: Callable[[], A
         run_on_ranks(
             ["train"], "", ["--config", "configs/quickstart.yaml"], lambda ranks: 0, check=lambda config, values: fail()
         )
+
+
+def test_that_no_temporary_file_can_be_written_is_told_in_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(tempfile, "_candidate_tempdir_list", lambda: ["/proc/self", "/proc/1"])
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    monkeypatch.setitem(cli.COMMANDS, "doctor", lambda argv: len(tempfile.gettempdir()))
+    assert main(["doctor"]) == 2
+    found = "No usable temporary directory found in ['/proc/self', '/proc/1']"
+    cure = "free disk space, or set TMPDIR to a folder that is yours"
+    assert capsys.readouterr().err == f"dlrm-overlap: TMPDIR: {found}; {cure}\n"
 
 
 def test_a_run_that_resumed_at_its_last_step_tells_no_speed() -> None:
