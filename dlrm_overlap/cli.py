@@ -436,6 +436,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if argv[0] not in COMMANDS:
             raise InputError(f"{argv[0]}: not a command; {suggest(argv[0], list(COMMANDS))}")
+        _check_working_folder()
         hide_library_warnings()
         unset_empty()
         if argv[0] != "train":  # the only command that saves, and it unblocks signals when it can
@@ -457,6 +458,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("dlrm-overlap: interrupted", file=sys.stderr)
         return 128 + signal.SIGINT
+
+
+def _check_working_folder() -> None:
+    """Raise an `InputError` if the working folder is gone: MKL would end the process when torch is imported."""
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        raise InputError("the working folder has been removed or replaced; change to one that exists (cd)") from None
 
 
 @contextlib.contextmanager

@@ -272,6 +272,18 @@ def test_that_no_temporary_file_can_be_written_is_told_in_one_line(
     assert capsys.readouterr().err == f"dlrm-overlap: TMPDIR: {found}; {cure}\n"
 
 
+def test_a_working_folder_that_is_gone_is_told_in_one_line(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "working"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    folder.rmdir()
+    assert main(["checkpoint", "show", "runs/a"]) == 2
+    rule, cure = "the working folder has been removed or replaced", "change to one that exists (cd)"
+    assert capsys.readouterr().err == f"dlrm-overlap: {rule}; {cure}\n"
+
+
 def test_a_run_that_resumed_at_its_last_step_tells_no_speed() -> None:
     assert cli._speed_of({"samples_per_s": 52106.4, "step_ms_p50": 9.834}) == "52106 samples/s, 9.83 ms a step (median)"
     assert cli._speed_of({"samples_per_s": math.nan, "step_ms_p50": math.nan}) == "no step was timed"
