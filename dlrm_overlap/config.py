@@ -44,6 +44,7 @@ SliceBags = Annotated[int, ValueRule("a power of two from 4 on", lambda value: v
 Dim = Annotated[int, ValueRule("a multiple of 4 above 0", lambda value: value > 0 and value % 4 == 0)]
 # Linux takes paths of 4095 bytes; a run creates files below the path that it is given.
 _NAME_BYTES, _PATH_BYTES = 255, 2048
+_VARIABLE = re.compile(r"\$[A-Za-z_{]")
 
 
 def _is_path(value: str) -> bool:
@@ -62,9 +63,9 @@ def _is_path(value: str) -> bool:
 FullPath = Annotated[
     str,
     ValueRule(
-        f"a path written in full (after = and in files no shell replaces ~), of at most {_PATH_BYTES} bytes of UTF-8, "
-        f"{_NAME_BYTES} per name",
-        _is_path,
+        f"a path written in full, without ~ and $NAME (in files no shell replaces them, nor ~ after =), of at most "
+        f"{_PATH_BYTES} bytes of UTF-8, {_NAME_BYTES} per name",
+        lambda value: _is_path(value) and not _VARIABLE.search(value),
     ),
 ]
 FolderName = Annotated[

@@ -213,6 +213,8 @@ def test_a_wrong_comparison_is_refused_in_one_line(
         ("train:\n", ["train must be a section of keys, not None; indent them below it"]),
         ("data.tables.rows: 3\n", ["data.tables.rows is not a key"]),
         ("data: {kind: criteo_npy, path: ~/criteo}\n", ["data.path: ~/criteo is not a path written in full"]),
+        ("log: {dir: $HOME/runs}\n", ["log.dir: $HOME/runs is not a path written in full, without ~ and $NAME"]),
+        ('log: {dir: "${oc.env:HOME}/runs"}\n', ["log.dir: ${oc.env:HOME}/runs is not a path written in full"]),
         ('data: {kind: criteo_npy, path: "a\\0b"}\n', [r"data.path: a\x00b is not a path written in full"]),
         ('log: {dir: "a\\0b"}\n', [r"log.dir: a\x00b is not a path written in full"]),
         ('log: {name: "a\\0b"}\n', [r"log.name: a\x00b is not the name of one folder"]),
