@@ -12,6 +12,10 @@ set -euo pipefail
 if [ -z "${1:-}" ]; then echo "usage: launch/torchrun.sh CONFIG [--section.key value ...]" >&2; exit 2; fi
 config=$1
 shift
+if [[ ! ${NNODES:-1} =~ ^[1-9][0-9]*$ ]]; then
+  echo "NNODES: $NNODES is not a number of nodes; give one from 1 on, or unset it" >&2
+  exit 2
+fi
 # The active virtual environment, else the checkout's .venv.
 root=$(cd "$(dirname "$0")/.." && pwd)
 python=$root/.venv/bin/python

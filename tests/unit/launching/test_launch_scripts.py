@@ -49,6 +49,15 @@ def test_a_number_of_processes_that_is_none_is_refused_in_one_line(script: str, 
     assert (done.returncode, done.stderr) == (2, told)
 
 
+@pytest.mark.parametrize("number", ["0", "two", "1:4"])
+def test_a_number_of_nodes_that_is_none_is_refused_in_one_line(number: str) -> None:
+    command = ["bash", "launch/torchrun.sh", "some.yaml"]
+    environ = os.environ | {"NNODES": number, "NPROC": "1"}
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60, check=False)
+    told = f"NNODES: {number} is not a number of nodes; give one from 1 on, or unset it\n"
+    assert (done.returncode, done.stderr) == (2, told)
+
+
 ASKED_RANK = """
 import os, signal
 from pathlib import Path
