@@ -123,9 +123,17 @@ def test_slurm_job_that_is_asked_before_its_ranks_start_starts_none(
     assert not (tmp_path / "started").exists()
 
 
-def _ask(folder: Path, number: signal.Signals) -> tuple[int, str]:
+def test_slurm_job_that_slurm_does_not_requeue_keeps_the_code_of_its_ranks(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    _stub(tmp_path / "srun", SAVES.format(75))
+    assert _ask(tmp_path, signal.SIGUSR1, scontrol="exit 1") == (75, "")
+    assert "slurm.sbatch: job 77 is not queued again; submit the same command to resume\n" in capfd.readouterr().err
+
+
+def _ask(folder: Path, number: signal.Signals, scontrol: str = 'echo "$@" > requeued') -> tuple[int, str]:
     """Send `number` to the script once the file `up` is there; return its exit code, and what it told Slurm."""
-    _stub(folder / "scontrol", 'echo "$@" > requeued')
+    _stub(folder / "scontrol", scontrol)
     environ = {"PATH": f"{folder}:{os.environ['PATH']}", "SLURM_CPUS_PER_TASK": "1", "SLURM_JOB_ID": "77"}
     job = subprocess.Popen(["bash", Path("launch/slurm.sbatch").resolve(), "some.yaml"], cwd=folder, env=environ)
     wait_until((folder / "up").exists, 10, "the job is not up")
