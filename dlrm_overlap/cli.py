@@ -29,9 +29,9 @@ from dlrm_overlap.launching.lifetime import (
     DISAGREEMENT,
     SAVED,
     UNSAVED,
+    end_on_signals,
     report_missing,
     say,
-    unblock_signals,
     unwinding_on_sigterm,
 )
 from dlrm_overlap.launching.parsing import Parser, parse_config, suggest
@@ -440,7 +440,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         hide_library_warnings()
         unset_empty()
         if argv[0] != "train":  # the only command that saves, and it unblocks signals when it can
-            unblock_signals()
+            end_on_signals()
         with _naming_torch():
             return COMMANDS[argv[0]](argv[1:])
     except InputError as error:

@@ -45,9 +45,16 @@ def unblock_signals() -> None:
 
 
 def end_on_signals() -> None:
-    """Let SIGTERM and SIGUSR1 end this process, also pending ones."""
+    """Let SIGTERM and SIGUSR1 end this process, also pending ones.
+
+    Linux sends a container's first process no signal that has no handler, so `docker stop` would wait, and kill it.
+    """
+
+    def end(number: int, frame: FrameType | None) -> None:
+        os._exit(128 + number)
+
     for number in _END_SIGNALS:
-        signal.signal(number, signal.SIG_DFL)
+        signal.signal(number, end if os.getpid() == 1 else signal.SIG_DFL)
     unblock_signals()
 
 

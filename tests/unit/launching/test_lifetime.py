@@ -45,6 +45,22 @@ def _run(program: str, *argv: str) -> tuple[int, str, str]:
     return result.returncode, result.stdout, result.stderr
 
 
+FIRST_PROCESS = """
+import os, signal, sys
+from dlrm_overlap.launching import lifetime
+os.getpid = lambda: int(sys.argv[1])
+lifetime.block_signals()
+signal.raise_signal(signal.SIGTERM)
+lifetime.end_on_signals()
+print("lives on")
+"""
+
+
+@pytest.mark.parametrize(("pid", "code"), [(1, 128 + signal.SIGTERM), (7, -signal.SIGTERM)])
+def test_the_first_process_of_a_container_handles_signals_that_linux_would_drop(pid: int, code: int) -> None:
+    assert _run(FIRST_PROCESS, str(pid)) == (code, "", "")
+
+
 # Is asked to end, and needs argv[1] seconds to meet the other ranks, for which it waits 0.3 s.
 MEETS = """
 import os, signal, sys, time
