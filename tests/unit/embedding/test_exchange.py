@@ -4,7 +4,7 @@ import weakref
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import Mock, patch
+from unittest.mock import DEFAULT, Mock, patch
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ from dlrm_overlap.comm.order import CommunicationOrder
 from dlrm_overlap.embedding.backends.base import Forward
 from dlrm_overlap.embedding.backends.cpu import ids_in_bags
 from dlrm_overlap.embedding.exchange import RunningStep
-from dlrm_overlap.embedding.options import ExchangeOptions
+from dlrm_overlap.embedding.options import ExchangeOptions, StepCounters
 from dlrm_overlap.embedding.steps import BatchSizes, Step
 from dlrm_overlap.embedding.windows import BufferInUseError
 from dlrm_overlap.kernels import launches, reference
@@ -27,6 +27,7 @@ from dlrm_overlap.train.graphs import captured
 from dlrm_overlap.train.graphs.captured import GraphPair
 from dlrm_overlap.train.model import JoinInPlace, concatenated
 from tests.agreement import WEIGHT_TOLERANCE, assert_near, assert_same
+from tests.conftest import refuses
 from tests.distributed.interpreted import interpreted_forward, interpreted_parts, without_streams
 from tests.distributed.tiny_stage import LEARNING_RATE, ROWS, Stage
 from tests.kernels.emulation import interpreted
@@ -554,3 +555,17 @@ def test_a_failed_capture_is_final(world_of_one: dist.ProcessGroup) -> None:
     with pytest.raises(RuntimeError, match=r"the capture of a step has failed \(ArithmeticError: of the model\)"):
         exchange.start(inputs, (5,))
     exchange.close()
+
+
+def test_a_capture_without_a_backward_is_refused() -> None:
+    """A collection under `torch.no_grad` takes no epoch of the backward, which each replay would count."""
+    counters = StepCounters(torch.device("cpu"))
+
+    def step() -> None:
+        for counter in (counters.forward, counters.ids):
+            counter.value += 1
+
+    on_gpu = patch.multiple(torch.cuda, CUDAGraph=DEFAULT, graph=DEFAULT)
+    stream: Any = None
+    with on_gpu, refuses("not called once a step, with a part in the loss"):
+        captured.CapturedStep(step, CommunicationOrder(), [counters], None, stream)
