@@ -251,6 +251,15 @@ def test_a_backward_after_two_later_forwards_is_refused() -> None:
             losses[0].backward()
 
 
+@pytest.mark.usefixtures("world_of_one")
+def test_an_own_forward_beyond_the_capacity_is_refused() -> None:
+    models = list[Any]()
+    train(Program(wrap=lambda pipeline, _, model: models.append(model) or pipeline), True, world(), CPU)
+    ids = KeyedJaggedTensor(KEYS, torch.zeros(400, dtype=torch.int64), lengths=torch.full((8,), 50))
+    with torch.no_grad(), pytest.raises(ValueError, match="has 100 ids of feature f, beyond its capacity"):
+        models[0](Batch(torch.ones(2, 3), ids, ids))
+
+
 # What every `make test` runs; the rest differs little from it.
 QUICK = ["split", "two_sets_fixed", "one_feature", "clipped_adamw", "in_host_memory", "collection_in_host_memory"]
 QUICK += ["data_parallel_collection", "longer_sequences", "longer_bags", "longer_bags" + LATE, "short_last_batch_fixed"]
