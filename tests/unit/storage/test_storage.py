@@ -97,11 +97,12 @@ def test_a_lack_of_memory_is_no_damage(tmp_path: Path, monkeypatch: pytest.Monke
         load_extents(path, local_extents(*_empty([0])))
 
 
-def test_an_error_of_the_device_is_no_damage(tmp_path: Path) -> None:
+@pytest.mark.parametrize("text", ["CUDA error: an illegal memory access was encountered", "can't start new thread"])
+def test_an_error_of_the_device_or_process_is_no_damage(tmp_path: Path, text: str) -> None:
     def fail() -> None:
-        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+        raise RuntimeError(text)
 
-    with pytest.raises(UnreadableError, match=r"step_3 cannot be read by rank 0 \(RuntimeError: CUDA error"):
+    with pytest.raises(UnreadableError, match=rf"step_3 cannot be read by rank 0 \(RuntimeError: {text}\)"):
         load_extents(write_table(tmp_path, [0]), local_extents(*_empty([0])), fail)
 
 
