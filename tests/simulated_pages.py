@@ -72,10 +72,6 @@ def _pairs(name: str) -> Iterator[tuple[Row, Row]]:
     return zip(torchrec, fused, strict=True)
 
 
-def _off(torchrec: Row, fused: Row) -> float:
-    return 100 - 100 * float(fused["ms"]) / float(torchrec["ms"])
-
-
 def table_of_grid(name: str, down: str, across: str, shown: str = "ms") -> Lines:
     """Return the column `shown` by the values of two others."""
     rows = read(name)
@@ -112,7 +108,6 @@ NUMBERS: dict[str, Callable[[], list[float]]] = {
     "within_10%_share": lambda: [within(_held_out()) / len(_held_out())],
     "puts_one_by_one": lambda: _aggregated("0"),
     "puts_of_64_KB": lambda: _aggregated("65536"),
-    "p1_saves_percent": lambda: [_off(*pair) for pair in _pairs("simulated_p1_ids.csv")],
     "pays_within_node": lambda: [max(_speedups("1", "400.0"))],
     "pays_1600": lambda: [max(_speedups("16", "1600.0"))],
     "pays_400": lambda: [max(_speedups("16", "400.0"))],
