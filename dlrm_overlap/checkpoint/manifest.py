@@ -5,6 +5,7 @@ import json
 import logging
 import os
 import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -259,8 +260,11 @@ def last_saves_first(folder: Path) -> list[Path]:
     A checkpoint whose manifest is unreadable does not tell when it was saved: it counts as the last save if its step
     exceeds the last readable one's, else as the first.
     """
-    manifests, unreadable = newest_first(folder)
-    last = max((_step_of(path) for path in [*manifests][:1]), default=-1)
+    return _in_order(*newest_first(folder))
+
+
+def _in_order(manifests: Mapping[Path, Manifest], unreadable: Sequence[Path]) -> list[Path]:
+    last = next((_step_of(path) for path in manifests), -1)  # their first is the last save
     later = [path for path in unreadable if _step_of(path) > last]
     return [*later, *manifests, *unreadable[len(later) :]]
 
@@ -277,8 +281,10 @@ def locate_checkpoint(path: Path, key: str, others: str = "") -> Path:
     """
     if is_checkpoint(path):
         return path
-    if newest := newest_checkpoint(path / "checkpoints"):
-        for each in newest_first(path / "checkpoints")[1]:
+    manifests, unreadable = newest_first(path / "checkpoints")
+    if found := _in_order(manifests, unreadable):
+        newest = found[0]
+        for each in unreadable:
             if each != newest:
                 log.warning(
                     "%s: %s cannot be read (see `checkpoint verify`); taking %s as the newest", key, each, newest
